@@ -1,0 +1,34 @@
+# Everything runs in .venv, which is made on first use. PYTHON chooses the interpreter.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: report test check fix clean
+
+report: .venv/run  ## analyse the embedded default model and print where the report lies
+	$(BIN)/headprobe analyze --out reports/minilm-l6
+
+test: .venv/test  ## every test
+	$(BIN)/python -m pytest
+
+check: .venv/test  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fix: .venv/test  ## format, and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# The stamp files say which extras are in .venv; they are renewed when the requirements change.
+.venv/run: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo]"
+	touch $@
+
+.venv/test: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@ .venv/run

@@ -1,0 +1,207 @@
+"""See, and gate, every attention call of a running model, whatever the model.
+
+Three functions are watched while the model runs (`F.scaled_dot_product_attention`, softmax, and
+`F.multi_head_attention_forward`), so the model's own code, kernels and masks stay in use and no
+model has to be known by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from headprobe.capture.call import AttentionCall, Block, OutputProjection, visible_keys
+from headprobe.capture.flow import Trace
+from headprobe.capture.running import RunningModules
+from headprobe.capture.seams import Pending, Seams
+from headprobe.errors import HeadprobeError, NoAttentionError
+
+__all__ = ["AttentionCall", "Block", "Capture", "OutputProjection", "visible_keys"]
+
+# Inputs whose positions are not a sequence of their own.
+_NOT_CONTENT = ("mask", "position", "token_type", "segment", "label", "cache", "past")
+
+
+class Capture:
+    """A context manager that sees every attention call of a model.
+
+    The model computes what it computes anyway; its output, hooks, config and training flag stay as
+    they are, also after an exception. Weights are those before dropout.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> layer = nn.TransformerEncoderLayer(8, nhead=2, batch_first=True).eval()
+        >>> with Capture(layer, lambda call: print(call.site, call.heads, call.queries)):
+        ...     _ = layer(torch.zeros(1, 5, 8))
+        self_attn 2 5
+
+    Args:
+        model: any module; it may be run whole or in parts inside the context.
+        observe: called with each `AttentionCall`, once its W_O is known: when the next attention
+            call comes, or the model returns. What it keeps of a call stays in memory.
+        gates: factors on the heads' outputs before W_O, by site: [heads], or [batch, heads] for
+            one gate per sequence. They may require gradients.
+
+    Attributes:
+        calls: how many attention calls were seen.
+        unread: site -> reason, for modules that seemed to attend but could not be read.
+
+    Raises:
+        NoAttentionError: on leaving the context, if the model ran and no attention was seen.
+        HeadprobeError: on leaving the context, if a gate was never applied.
+        ValueError: if a gate has not one entry per head.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        observe: Callable[[AttentionCall], object] | None = None,
+        *,
+        gates: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.model = model
+        self.calls = 0
+        self._observe = observe
+        self._gates = dict(gates or {})
+        self._gated: set[str] = set()
+        self._running = RunningModules(model, self._finish_pass)
+        self._seams = Seams(self._running, self._deliver, self._gate)
+        self._stack = ExitStack()
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Modules that seemed to attend but could not be read, and why."""
+        return dict(self._seams.unread)
+
+    def mark(self, inputs: Mapping[str, object]) -> None:
+        """Name the tensors that the model is about to read, each a sequence of its own.
+
+        Done by itself when the whole model is called; needed only when a part of it is.
+        """
+        contents = [
+            (name, tensor)
+            for name, tensor in inputs.items()
+            if isinstance(tensor, Tensor) and not any(word in name for word in _NOT_CONTENT)
+        ]
+        for name, tensor in reversed(contents):  # the first name of a tensor given twice stays
+            self._seams.traces.set(tensor, Trace(stream=name))
+        if contents:
+            self._seams.batch = len(contents[0][1]) if contents[0][1].dim() else None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:  # if one of these fails, those before it are undone
+            stack.callback(self._seams.discard)
+            self._running.install(stack)
+            hook = self.model.register_forward_pre_hook(self._mark_arguments, with_kwargs=True)
+            stack.callback(hook.remove)
+            stack.enter_context(self._seams)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+        if kind is not None or not self._running.ran:
+            return
+        if self.calls == 0:
+            raise NoAttentionError(self._why_nothing_was_seen())
+        unused = sorted(set(self._gates) - self._gated)
+        if unused:
+            raise HeadprobeError(
+                f"the gates for {', '.join(map(repr, unused))} were never applied: no attention "
+                "call was seen there; name the modules as Capture names them (AttentionCall.site)"
+            )
+
+    def _mark_arguments(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        try:
+            bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # a wrong call is the model's to report
+            return
+        self.mark({**bound, **kwargs})
+
+    def _finish_pass(self, returned: bool) -> None:
+        if returned:
+            self._seams.finish_pass()
+        else:
+            self._seams.discard()
+
+    def _gate(self, site: str, heads: int) -> Tensor | None:
+        gate = self._gates.get(site)
+        if gate is None:
+            return None
+        if gate.shape[-1] != heads:
+            raise ValueError(
+                f"gates[{site!r}] has {gate.shape[-1]} entries, that layer has {heads} heads"
+            )
+        self._gated.add(site)
+        return gate.reshape(-1, heads, 1, 1)
+
+    def _deliver(self, pending: Pending) -> None:
+        self.calls += 1
+        if self._observe is None:
+            return
+        call = pending.call
+        if call.output_projection is None:
+            projection, reason = _output_projection(pending)
+            call = replace(call, output_projection=projection, no_projection=reason)
+        self._observe(call)
+
+    def _why_nothing_was_seen(self) -> str:
+        if self.unread:
+            site, reason = next(iter(self.unread.items()))
+            return f"no attention map could be read: in {site!r}, {reason}"
+        kernel = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        if kernel not in (None, "eager", "sdpa"):
+            return (
+                f"the model ran, but its attention runs in a kernel that can't be seen ({kernel!r});"
+                " load it with attn_implementation='sdpa' or 'eager'"
+            )
+        return (
+            "the model ran, but no softmax attention was seen: it may have none (state-space and "
+            "linear-attention models), or compute it where torch can't be watched (TorchScript, "
+            "a custom kernel, another thread); run the plain PyTorch module in this thread"
+        )
+
+
+def _output_projection(pending: Pending) -> tuple[OutputProjection | None, str]:
+    """W_O of a call, if exactly one linear map took its output and nothing lay between."""
+    consumers = pending.consumers
+    if consumers.obstacles:
+        return None, f"{consumers.obstacles[0]!r} lies between the attention and the linear map"
+    if not consumers.maps:
+        return None, "no linear map took the attention output"
+    if len(consumers.maps) > 1:
+        sites = ", ".join(site for site, *_ in consumers.maps)
+        return None, f"more than one linear map took the attention output ({sites})"
+    site, weight, bias, taken = consumers.maps[0]
+    if not _heads_side_by_side(pending.call, taken):
+        return None, f"the input of {site!r} is not the heads' outputs side by side"
+    return OutputProjection(site, weight, bias), ""
+
+
+@torch.no_grad()
+def _heads_side_by_side(call: AttentionCall, taken: Tensor) -> bool:
+    """Whether W_O's input is z with the heads on the feature axis, looked at in one position."""
+    if call.output is None:
+        return taken.shape[-1] == call.heads * call.value.shape[-1]
+    z = call.output
+    if taken.numel() != z.numel() or taken.shape[-1] != z.shape[1] * z.shape[3]:
+        return False
+    taken = taken.reshape(call.batch, call.queries, call.heads, -1)
+    return torch.allclose(
+        taken[:, 0], z[:, :, 0].to(taken.dtype), rtol=0.0, atol=0.0, equal_nan=True
+    )

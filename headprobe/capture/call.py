@@ -1,0 +1,229 @@
+"""One attention call of a running model, and its weights, a block of query rows at a time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headprobe.attention import attention_weights, weighted_values
+
+# A key that a mask pushes this far below the row's best score is masked, not just unloved: masks
+# add -1e4 or less, scores of trained models differ by some hundreds.
+_MASKED_BELOW = -5000.0
+
+
+class Block(NamedTuple):
+    """Some query rows of one attention call.
+
+    Attributes:
+        positions: index of each row in its sequence, [rows] or [batch, rows].
+        weights: attention weights, float32 (float64 for a float64 model),
+            [batch, heads, rows, keys].
+        visible: True where the row may see the key; broadcasts to the shape of `weights`.
+    """
+
+    positions: Tensor
+    weights: Tensor
+    visible: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class OutputProjection:
+    """W_O, the linear map that mixes the heads' outputs: z @ weight + bias.
+
+    Attributes:
+        site: name of the module that owns it, as in `model.named_modules()`.
+        weight: [heads * dim_v, d_model].
+        bias: [d_model], or None.
+    """
+
+    site: str
+    weight: Tensor
+    bias: Tensor | None
+
+    def per_head(self, heads: int) -> Tensor:
+        """W_O of each head, [heads, dim_v, d_model]."""
+        return self.weight.unflatten(0, (heads, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One attention call, as the model made it.
+
+    Either `query` and `key` are there (a fused kernel was called, so the weights are rebuilt from
+    what it was given), or `weights` (the model made them itself).
+
+    Attributes:
+        site: the module's name, as in `model.named_modules()`.
+        call: how many calls the same module made before in this forward pass.
+        seam: the function it was seen at: `sdpa`, `softmax` or `multi_head_attention_forward`.
+        streams: names of the model inputs that the positions of queries and keys come from.
+        query: [batch, heads, queries, dim], after rotary embedding, or None.
+        key: [batch, kv_heads, keys, dim], or None.
+        value: [batch, kv_heads, keys, dim_v].
+        mask: broadcasts to [batch, heads, queries, keys]; True attends, or a float that is added
+            to the scores.
+        is_causal: key j is visible to query i if j <= i, on top of the mask.
+        scale: factor on the scores; None is 1/sqrt(dim).
+        weights: [batch, heads, queries, keys] before dropout, or None.
+        output: what the model computed from them: z, [batch, heads, queries, dim_v], or, if
+            `output_is_projected`, z after W_O, [batch, queries, d_model]; None if dropout acted.
+        output_is_projected: whether `output` is after W_O.
+        output_projection: W_O, or None.
+        no_projection: why there is no `output_projection`.
+    """
+
+    site: str
+    call: int
+    seam: str
+    streams: tuple[str | None, str | None]
+    value: Tensor
+    query: Tensor | None = None
+    key: Tensor | None = None
+    mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    weights: Tensor | None = None
+    output: Tensor | None = None
+    output_is_projected: bool = False
+    output_projection: OutputProjection | None = None
+    no_projection: str = ""
+
+    @property
+    def _map(self) -> Tensor:
+        shown = self.weights if self.weights is not None else self.query
+        assert shown is not None  # one of the two is always given
+        return shown
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self._map.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self._map.shape[1]
+
+    @property
+    def queries(self) -> int:
+        """Number of query positions."""
+        return self._map.shape[2]
+
+    @property
+    def keys(self) -> int:
+        """Number of key positions."""
+        return self.value.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of distinct key and value heads: less than `heads` in grouped-query attention.
+
+        Models often repeat the key heads before they call the kernel, so equal neighbours count
+        as one (looked at in one position of the first sequence).
+        """
+        given = self.value.shape[1]
+        sides = [side[0, :, -1] for side in (self.key, self.value) if side is not None]
+        for group in range(given, 1, -1):
+            if given % group == 0 and all(_repeats(side, group) for side in sides):
+                return given // group
+        return given
+
+    def blocks(self, size: int) -> Iterator[Block]:
+        """All query rows in order, `size` at a time; the whole map is never rebuilt at once."""
+        device = self.value.device
+        for start in range(0, self.queries, size):
+            stop = min(start + size, self.queries)
+            rows = slice(start, stop)
+            yield self._block(lambda t, r=rows: t[:, :, r], torch.arange(start, stop, device=device))
+
+    def at(self, index: Tensor) -> Block:
+        """Chosen query rows of each sequence.
+
+        Args:
+            index: which rows, [batch, rows].
+        """
+
+        def pick(tensor: Tensor) -> Tensor:
+            chosen = index[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+            return tensor.expand(self.batch, -1, -1, -1).gather(2, chosen)
+
+        return self._block(pick, index)
+
+    def reconstruction_error(self, block: Block) -> float | None:
+        """How far weights · V is from what the model computed, relative to its largest entry.
+
+        Args:
+            block: rows from `at()`.
+
+        Returns:
+            The largest absolute difference over the largest absolute value, or None where the
+            model's own output is not comparable (dropout acted).
+        """
+        if self.output is None:
+            return None
+        rebuilt = weighted_values(block.weights, self.value)
+        index = block.positions
+        if self.output_is_projected:
+            assert self.output_projection is not None
+            rebuilt = rebuilt.transpose(1, 2).flatten(2) @ self.output_projection.weight.to(
+                rebuilt.dtype
+            )
+            if self.output_projection.bias is not None:
+                rebuilt = rebuilt + self.output_projection.bias
+            seen = self.output.gather(1, index[..., None].expand(-1, -1, self.output.shape[-1]))
+        else:
+            chosen = index[:, None, :, None].expand(-1, self.heads, -1, self.output.shape[-1])
+            seen = self.output.gather(2, chosen)
+        seen = seen.to(rebuilt.dtype)
+        return float((rebuilt - seen).abs().max() / seen.abs().max().clamp_min(1e-30))
+
+    def _block(self, pick: Callable[[Tensor], Tensor], positions: Tensor) -> Block:
+        mask = None if self.mask is None else _four_axes(self.mask)
+        if mask is not None and mask.shape[2] != 1:
+            mask = pick(mask)
+        allowed = None
+        if self.is_causal:
+            keys = torch.arange(self.keys, device=positions.device)
+            allowed = _four_axes(keys <= positions[..., None], batched=positions.dim() == 2)
+        if self.weights is not None:
+            weights = pick(self.weights)
+            weights = weights if weights.dtype == torch.float64 else weights.float()
+        else:
+            assert self.query is not None
+            assert self.key is not None
+            both = _combine(mask, allowed)
+            weights = attention_weights(pick(self.query), self.key, both, scale=self.scale)
+        visible = _combine(None if mask is None else visible_keys(mask), allowed)
+        if visible is None:
+            visible = torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=positions.device)
+        return Block(positions, weights, visible)
+
+
+def visible_keys(mask: Tensor) -> Tensor:
+    """Which keys a mask (True attends, or a float to be added), or the scores, leave visible."""
+    if not mask.is_floating_point():
+        return mask.bool()
+    best = mask.amax(dim=-1, keepdim=True)
+    return (mask > best + _MASKED_BELOW) | ((mask == best) & mask.isfinite())
+
+
+def _combine(mask: Tensor | None, allowed: Tensor | None) -> Tensor | None:
+    if mask is None or allowed is None:
+        return mask if allowed is None else allowed
+    if mask.is_floating_point():
+        return mask.masked_fill(~allowed, -torch.inf)
+    return mask.bool() & allowed
+
+
+def _four_axes(mask: Tensor, *, batched: bool = False) -> Tensor:
+    if batched:
+        return mask[:, None]
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def _repeats(side: Tensor, group: int) -> bool:
+    grouped = side.unflatten(0, (-1, group))
+    return bool(torch.equal(grouped, grouped[:, :1].expand_as(grouped)))

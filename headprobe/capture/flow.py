@@ -1,0 +1,171 @@
+"""What capture knows about the tensors of a running model, and how it passes from one to the next.
+
+A trace follows a tensor through the functions that the model calls: from the model's input to
+queries and keys (is this self- or cross-attention?), from scores through the softmax to the product
+with the values (is this softmax attention, and which map did the model use?), from the attention
+output to the linear map that consumes it (which one is W_O?).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# Functions that move numbers about and change none.
+RESHAPES = frozenset(
+    "view reshape transpose permute contiguous flatten unflatten clone to type type_as float half "
+    "bfloat16 double squeeze unsqueeze swapaxes swapdims movedim moveaxis detach view_as "
+    "reshape_as t T mT data cpu cuda alias".split()
+)
+
+# Functions after which a product of queries and keys is something else.
+_ENDS_PRODUCT = frozenset(
+    "linear addmm matmul bmm einsum baddbmm embedding layer_norm rms_norm group_norm conv1d "
+    "batch_norm scaled_dot_product_attention multi_head_attention_forward".split()
+)
+
+
+@dataclass
+class Softmaxed:
+    """A softmax over scores of queries and keys; attention, once its result meets the values."""
+
+    site: str
+    fate: str = "its result was never multiplied with values"
+    used: bool = False
+
+
+@dataclass
+class Consumers:
+    """Where an attention output went: the linear maps that took it, and what lay between."""
+
+    maps: list[tuple[str, Tensor, Tensor | None, Tensor]] = field(default_factory=list)
+    obstacles: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is known about one tensor.
+
+    Attributes:
+        stream: the model input that its positions come from.
+        product: streams of the queries and keys whose scores it holds.
+        softmaxed: the softmax whose weights it holds.
+        scores: what went into that softmax.
+        undropped: the weights before dropout, where dropout has acted on them.
+        consumers: for an attention output: where it goes.
+        obstacle: what has changed the attention output since, if anything.
+    """
+
+    stream: str | None = None
+    product: tuple[str | None, str | None] | None = None
+    softmaxed: Softmaxed | None = None
+    scores: Tensor | None = None
+    undropped: Tensor | None = None
+    consumers: Consumers | None = None
+    obstacle: str | None = None
+
+    def after(self, name: str, source: Tensor, result: Tensor) -> Trace:
+        """The trace of `result`, which the function `name` made from `source`."""
+        trace = self
+        if trace.product and name in _ENDS_PRODUCT:
+            trace = replace(trace, product=None)
+        if trace.softmaxed and not _is_still_a_map(source, result):
+            trace = replace(trace, softmaxed=None, scores=None, undropped=None)
+        if trace.undropped is not None:
+            trace = replace(trace, undropped=_like(trace.undropped, source, result))
+        if trace.consumers and trace.obstacle is None and name not in RESHAPES:
+            trace = replace(trace, obstacle=name)
+        return trace
+
+
+class Traces:
+    """The traces of all living tensors; a tensor's trace dies with it."""
+
+    def __init__(self) -> None:
+        self._traces = WeakTensorKeyDictionary()
+
+    def of(self, tensor: object) -> Trace:
+        """What is known of a tensor; an empty trace if nothing is."""
+        if not isinstance(tensor, Tensor):
+            return _NOTHING
+        found: Trace = self._traces.get(tensor, _NOTHING)
+        return found
+
+    def set(self, tensor: Tensor, trace: Trace) -> None:
+        """Remember what is known of a tensor."""
+        self._traces[tensor] = trace
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._traces.clear()
+
+    def pass_on(self, name: str, arguments: Iterable[object], result: object) -> None:
+        """Give the results of a function what is known of its arguments.
+
+        Where arguments come from different streams the first decides: in `x + position` and
+        `rotate(q) * cos` it is the tensor whose positions the result keeps.
+        """
+        source, merged = None, _NOTHING
+        for tensor in tensors_in(arguments):
+            trace = self.of(tensor)
+            if trace is _NOTHING:
+                continue
+            if source is None:
+                source, merged = tensor, trace
+            else:
+                merged = _merge(merged, trace)
+        if source is None:
+            return
+        for tensor in tensors_in((result,)):
+            if tensor is not source:
+                self.set(tensor, merged.after(name, source, tensor))
+
+
+def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
+    """The tensors among a function's arguments or results, also in lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def name_of(function: Any) -> str:  # noqa: ANN401
+    """A torch function's name; for a property like `.mT` the property's."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return str(getattr(function.__self__, "__name__", name))
+    return str(name)
+
+
+_NOTHING = Trace()
+
+
+def _merge(first: Trace, second: Trace) -> Trace:
+    return Trace(
+        stream=first.stream or second.stream,
+        product=first.product or second.product,
+        softmaxed=first.softmaxed or second.softmaxed,
+        scores=second.scores if first.scores is None else first.scores,
+        undropped=second.undropped if first.undropped is None else first.undropped,
+        consumers=first.consumers or second.consumers,
+        obstacle=first.obstacle or second.obstacle,
+    )
+
+
+def _is_still_a_map(source: Tensor, result: Tensor) -> bool:
+    """Whether rows stay rows and keys stay keys; a learned sink's column may be dropped."""
+    if source.dim() < 2 or result.dim() < 3 or source.shape[-2] != result.shape[-2]:
+        return False
+    return result.shape[-1] in (source.shape[-1], source.shape[-1] - 1)
+
+
+def _like(kept: Tensor, source: Tensor, result: Tensor) -> Tensor | None:
+    """The weights before dropout in the shape that the dropped ones have now."""
+    if result.shape[-1] != source.shape[-1]:
+        kept = kept[..., : result.shape[-1]]
+    return kept.reshape(result.shape) if kept.numel() == result.numel() else None

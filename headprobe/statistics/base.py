@@ -1,0 +1,198 @@
+"""What a statistic sees (rows of attention weights) and what it keeps (sums that merge)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+BLOCKS = 64
+"""Number of resampling blocks that the sums of a profile are kept apart by."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some query rows of one attention call on a batch of texts, with what is known of the texts.
+
+    Attributes:
+        weights: attention weights, [batch, heads, rows, keys]. Rows of padding may hold anything.
+        positions: index of each row in its sequence, [rows].
+        query_valid: False for padding, [batch, rows].
+        key_valid: False for padding, [batch, keys].
+        visible: True where the row may see the key, broadcasts to the shape of `weights`.
+        self_attention: whether queries and keys are positions of the same sequence, so that
+            there is a distance between them.
+        classes: token class -> True for the keys in it, [batch, keys].
+        z: the heads' outputs before W_O, [batch, heads, rows, dim_v], or None.
+        projection_gram: W_O^h W_O^h^T of each head, [heads, dim_v, dim_v], or None.
+    """
+
+    weights: Tensor
+    positions: Tensor
+    query_valid: Tensor
+    key_valid: Tensor
+    visible: Tensor
+    self_attention: bool = True
+    classes: Mapping[str, Tensor] = field(default_factory=dict)
+    z: Tensor | None = None
+    projection_gram: Tensor | None = None
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """True for rows that are no padding, [batch, 1, rows]."""
+        return self.query_valid[:, None]
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """True where a row may see a key that is no padding, [batch, heads or 1, rows, keys]."""
+        return self.visible & self.key_valid[:, None, None]
+
+    @cached_property
+    def seen_count(self) -> Tensor:
+        """n_i, the number of keys that a row may see, [batch, heads or 1, rows]."""
+        return self.seen.sum(dim=-1)
+
+    @cached_property
+    def has_choice(self) -> Tensor:
+        """True for valid rows that see two keys or more, [batch, heads or 1, rows]."""
+        return self.valid & (self.seen_count >= 2)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """Entropy of each row in nats, [batch, heads, rows]."""
+        return entropy(self.weights)
+
+    @cached_property
+    def distances(self) -> Tensor:
+        """|i - j| in positions, [rows, keys]."""
+        keys = torch.arange(self.weights.shape[-1], device=self.weights.device)
+        return (self.positions[:, None] - keys).abs().to(self.weights.dtype)
+
+    @cached_property
+    def distance(self) -> Tensor:
+        """Mean of |i - j| under the weights, [batch, heads, rows]."""
+        # A row-wise dot product as a matrix product batched over rows: the weights are read once.
+        by_row = self.weights.permute(2, 0, 1, 3).flatten(1, 2)
+        means = torch.bmm(by_row, self.distances[:, :, None])[..., 0]
+        return means.unflatten(1, self.weights.shape[:2]).permute(1, 2, 0)
+
+    @cached_property
+    def uniform_distance(self) -> Tensor:
+        """Mean of |i - j| over the keys that the row may see, [batch, heads or 1, rows]."""
+        total = (self.seen * self.distances).sum(dim=-1)
+        return total / self.seen_count.clamp_min(1)
+
+    @cached_property
+    def masses(self) -> Mapping[str, Tensor]:
+        """Mass on the first key and on each token class, each [batch, heads, rows]."""
+        first = torch.zeros_like(self.key_valid)
+        first.scatter_(1, self.key_valid.int().argmax(dim=1, keepdim=True), value=True)
+        features = {"first": first, **self.classes}
+        stacked = torch.stack([feature & self.key_valid for feature in features.values()], dim=-1)
+        masses = self.weights @ stacked[:, None].to(self.weights.dtype)
+        return dict(zip(features, masses.unbind(dim=-1), strict=True))
+
+    def offset(self, step: int) -> tuple[Tensor, Tensor]:
+        """Mass on key i + step, [batch, heads, rows], and whether there is one, [batch, 1, rows]."""
+        keys = self.weights.shape[-1]
+        target = self.positions + step
+        inside = (target >= 0) & (target < keys)
+        target = target.clamp(0, keys - 1)
+        mass = self.weights.gather(-1, target[:, None].expand(*self.weights.shape[:-1], 1))[..., 0]
+        return mass, self.valid & (inside & self.key_valid[:, target])[:, None]
+
+
+@dataclass(frozen=True)
+class Statistic(ABC):
+    """A figure per head: a mean over query rows, kept as two sums.
+
+    A new statistic is a subclass with the texts below and `rows`, and its place in STATISTICS.
+
+    Attributes:
+        total: sum of the rows' values, [groups, heads], float64 on the CPU. A group is a text, and
+            after `in_blocks` a resampling block.
+        count: sum of the rows' weights, [groups, heads]; mostly the number of rows.
+    """
+
+    total: Tensor
+    count: Tensor
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    unit: ClassVar[str]
+    low: ClassVar[float | None]
+    high: ClassVar[float | None]
+    definition: ClassVar[str]
+    source: ClassVar[str]
+
+    @staticmethod
+    @abstractmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:
+        """Value and weight of each row.
+
+        Returns:
+            Values, [batch, heads, rows], and weights that broadcast to them (0 or False: the row
+            doesn't count); or None where the statistic does not exist for this kind of attention.
+        """
+
+    @classmethod
+    def of(cls, rows: Rows) -> Self | None:
+        """The sums over some rows, one group per text of the batch."""
+        measured = cls.rows(rows)
+        if measured is None:
+            return None
+        values, weights = measured
+        values, weights = torch.broadcast_tensors(values, weights)
+        # Rows of padding may be NaN: they are dropped, not multiplied by 0.
+        total = values.masked_fill(weights == 0, 0.0).double().sum(dim=-1)
+        return cls(total.cpu(), weights.double().sum(dim=-1).cpu())
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.total + other.total, self.count + other.count)
+
+    def in_blocks(self, block: Tensor, tokens: Tensor) -> Self:
+        """The same sums with the texts of a block added up.
+
+        Args:
+            block: the resampling block of each text, 0 to BLOCKS - 1, [texts].
+            tokens: number of keys of each text, [texts].
+
+        Returns:
+            Sums of shape [BLOCKS, heads].
+        """
+        del tokens
+        empty = self.total.new_zeros(BLOCKS, self.total.shape[1])
+        return type(self)(
+            empty.index_add(0, block, self.total), empty.index_add(0, block, self.count)
+        )
+
+    def value(self) -> Tensor:
+        """The figure of each head, [heads]; NaN where no row counted."""
+        return self.total.sum(dim=0) / self.count.sum(dim=0)
+
+
+def entropy(weights: Tensor) -> Tensor:
+    """Shannon entropy of the last axis, -sum p ln p, with 0 ln 0 = 0.
+
+    Args:
+        weights: distributions, [..., keys].
+
+    Returns:
+        Entropy in nats, between 0 and ln(keys), [...].
+
+    Example:
+        >>> entropy(torch.tensor([0.5, 0.25, 0.25]))
+        tensor(1.0397)
+
+    Reference:
+        Shannon (1948), section 6; natural logarithm as in Clark et al. (2019), section 3.3.
+    """
+    tiny = torch.finfo(weights.dtype).tiny
+    # One multiply-and-add per entry in one matrix product; the sum of many parts costs twice that.
+    logs = weights.clamp_min(tiny).log()
+    return -(weights[..., None, :] @ logs[..., None])[..., 0, 0].clamp_max(0.0) + 0.0

@@ -1,0 +1,181 @@
+"""Where a head puts its attention: distances, neighbours, the first key, classes of tokens."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from headprobe.statistics.base import Rows, Statistic
+
+
+SINK_THRESHOLD = 0.3
+SINK_MIN_TOKENS = 16
+
+
+@final
+class Distance(Statistic):
+    """Mean over rows of sum_j A_ij |i - j|."""
+
+    name = "distance"
+    title = "Mean attention distance"
+    unit = "tokens"
+    low, high = 0.0, None
+    definition = "Mean over query rows of Σ_j A_ij |i − j|. Empty for cross-attention."
+    source = "Vig & Belinkov 2019, section 4.2; Dosovitskiy et al. 2021, appendix D.7 (pixels)"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        return (rows.distance, rows.valid) if rows.self_attention else None
+
+
+@final
+class DistanceRatio(Statistic):
+    """Distance over that of a uniform head on the same rows."""
+
+    name = "distance_ratio"
+    title = "Distance ratio"
+    unit = "1 = a uniform head"
+    low, high = 0.0, None
+    definition = (
+        "Sum of the rows' mean distances over the same sum for a head that attends uniformly to "
+        "what the row may see; rows that see one key are skipped. Empty for cross-attention."
+    )
+    source = "headprobe; makes causal and bidirectional heads, short and long texts comparable"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        if not rows.self_attention:
+            return None
+        return rows.distance, rows.uniform_distance * rows.has_choice
+
+
+@final
+class Previous(Statistic):
+    """Mean mass on the token before."""
+
+    name = "previous"
+    title = "Mass on the previous token"
+    unit = "fraction of attention"
+    low, high = 0.0, 1.0
+    definition = "Mean of A_i,i−1 over the rows that have a token before. Empty for cross-attention."
+    source = "Clark et al. 2019, section 3.1 (there over all rows); Olsson et al. 2022"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        return rows.offset(-1) if rows.self_attention else None
+
+
+@final
+class Current(Statistic):
+    """Mean mass on the token itself."""
+
+    name = "current"
+    title = "Mass on the token itself"
+    unit = "fraction of attention"
+    low, high = 0.0, 1.0
+    definition = "Mean of A_i,i. Empty for cross-attention."
+    source = "Clark et al. 2019, section 3.1"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        return rows.offset(0) if rows.self_attention else None
+
+
+@final
+class Next(Statistic):
+    """Mean mass on the token after."""
+
+    name = "next"
+    title = "Mass on the next token"
+    unit = "fraction of attention"
+    low, high = 0.0, 1.0
+    definition = (
+        "Mean of A_i,i+1 over the rows that have a token after (0 in a causal head, which may not "
+        "see it). Empty for cross-attention."
+    )
+    source = "Clark et al. 2019, section 3.1 (there over all rows)"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        return rows.offset(1) if rows.self_attention else None
+
+
+@final
+class First(Statistic):
+    """Mean mass on the first key."""
+
+    name = "first"
+    title = "Mass on the first key"
+    unit = "fraction of attention"
+    low, high = 0.0, 1.0
+    definition = "Mean over query rows of the weight on the text's first key."
+    source = "Gu et al. 2025 (α_1)"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return rows.masses["first"], rows.valid
+
+
+@final
+class Special(Statistic):
+    """Mean mass on special tokens."""
+
+    name = "special"
+    title = "Mass on special tokens"
+    unit = "fraction of attention"
+    low, high = 0.0, 1.0
+    definition = (
+        "Mean over query rows of the weight on all of the tokenizer's special tokens; empty if none "
+        "occurs."
+    )
+    source = "Clark et al. 2019, section 3.2"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        return (rows.masses["special"], rows.valid) if "special" in rows.classes else None
+
+
+@final
+class Punctuation(Statistic):
+    """Mean mass on punctuation."""
+
+    name = "punctuation"
+    title = "Mass on punctuation"
+    unit = "fraction of attention"
+    low, high = 0.0, 1.0
+    definition = (
+        "Mean over query rows of the weight on tokens of punctuation and symbols only (Unicode "
+        "categories P and S); empty if none occurs."
+    )
+    source = "Clark et al. 2019, section 3.2"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        return (rows.masses["punctuation"], rows.valid) if "punctuation" in rows.classes else None
+
+
+@final
+class Sink(Statistic):
+    """Share of texts in which the head attends mostly to the first key."""
+
+    name = "sink"
+    title = "Sink rate"
+    unit = "fraction of texts"
+    low, high = 0.0, 1.0
+    definition = (
+        f"Share of the texts of at least {SINK_MIN_TOKENS} tokens whose mean weight on the first "
+        f"key is above {SINK_THRESHOLD}."
+    )
+    source = "Gu et al. 2025 (Sink_1^ε with ε = 0.3, per text as in their code)"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return rows.masses["first"], rows.valid
+
+    def in_blocks(self, block: Tensor, tokens: Tensor) -> Sink:
+        """One vote per text, added up by block."""
+        counts = (tokens >= SINK_MIN_TOKENS)[:, None] & (self.count > 0)
+        is_sink = counts & (self.total / self.count.clamp_min(1) > SINK_THRESHOLD)
+        votes = Sink(is_sink.double(), counts.double())
+        return Statistic.in_blocks(votes, block, tokens)
