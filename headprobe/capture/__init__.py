@@ -23,7 +23,7 @@ from headprobe.capture.running import RunningModules
 from headprobe.capture.seams import Pending, Seams
 from headprobe.errors import HeadprobeError, NoAttentionError
 
-__all__ = ["AttentionCall", "Block", "Capture", "OutputProjection", "visible_keys"]
+__all__ = ["AttentionCall", "Block", "Capture", "OutputProjection", "distinct", "visible_keys"]
 
 # Inputs whose positions are not a sequence of their own.
 _NOT_CONTENT = ("mask", "position", "token_type", "segment", "label", "cache", "past")
@@ -126,12 +126,14 @@ class Capture:
 
     def _mark_arguments(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs = distinct(kwargs)
         try:
             bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         except (TypeError, ValueError):  # a wrong call is the model's to report
-            return
+            return args, kwargs
         self.mark({**bound, **kwargs})
+        return args, kwargs
 
     def _finish_pass(self, returned: bool) -> None:
         if returned:
@@ -167,14 +169,30 @@ class Capture:
         kernel = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
         if kernel not in (None, "eager", "sdpa"):
             return (
-                f"the model ran, but its attention runs in a kernel that can't be seen ({kernel!r});"
-                " load it with attn_implementation='sdpa' or 'eager'"
+                "the model ran, but its attention runs in a kernel that can't be seen "
+                f"({kernel!r}); load it with attn_implementation='sdpa' or 'eager'"
             )
         return (
             "the model ran, but no softmax attention was seen: it may have none (state-space and "
             "linear-attention models), or compute it where torch can't be watched (TorchScript, "
             "a custom kernel, another thread); run the plain PyTorch module in this thread"
         )
+
+
+def distinct(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same inputs, with a view in place of token ids that are given under a second name.
+
+    An encoder and a decoder may read the same ids; they are two sequences all the same.
+    """
+    met: set[int] = set()
+    result = dict(inputs)
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) or value.is_floating_point():
+            continue
+        if id(value) in met:
+            result[name] = value.view_as(value)
+        met.add(id(value))
+    return result
 
 
 def _output_projection(pending: Pending) -> tuple[OutputProjection | None, str]:

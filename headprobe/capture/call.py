@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -137,7 +138,9 @@ class AttentionCall:
         for start in range(0, self.queries, size):
             stop = min(start + size, self.queries)
             rows = slice(start, stop)
-            yield self._block(lambda t, r=rows: t[:, :, r], torch.arange(start, stop, device=device))
+            yield self._block(
+                lambda t, r=rows: t[:, :, r], torch.arange(start, stop, device=device)
+            )
 
     def at(self, index: Tensor) -> Block:
         """Chosen query rows of each sequence.
@@ -200,6 +203,10 @@ class AttentionCall:
         if visible is None:
             visible = torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=positions.device)
         return Block(positions, weights, visible)
+
+
+def _slice_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor[:, :, start:stop]
 
 
 def visible_keys(mask: Tensor) -> Tensor:

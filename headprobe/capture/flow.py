@@ -17,15 +17,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # Functions that move numbers about and change none.
 RESHAPES = frozenset(
-    "view reshape transpose permute contiguous flatten unflatten clone to type type_as float half "
-    "bfloat16 double squeeze unsqueeze swapaxes swapdims movedim moveaxis detach view_as "
-    "reshape_as t T mT data cpu cuda alias".split()
+    (
+        *("view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten"),
+        *("squeeze", "unsqueeze", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT"),
+        *("view_as", "reshape_as", "clone", "detach", "alias", "data", "cpu", "cuda"),
+        *("to", "type", "type_as", "float", "half", "bfloat16", "double"),
+    )
 )
 
 # Functions after which a product of queries and keys is something else.
 _ENDS_PRODUCT = frozenset(
-    "linear addmm matmul bmm einsum baddbmm embedding layer_norm rms_norm group_norm conv1d "
-    "batch_norm scaled_dot_product_attention multi_head_attention_forward".split()
+    (
+        *("linear", "addmm", "matmul", "bmm", "einsum", "baddbmm", "embedding", "conv1d"),
+        *("layer_norm", "rms_norm", "group_norm", "batch_norm"),
+        *("scaled_dot_product_attention", "multi_head_attention_forward"),
+    )
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from headprobe.capture import multihead
@@ -61,7 +61,7 @@ class Seams(TorchFunctionMode):
         self._softmaxes: list[Softmaxed] = []
         self._busy = False
 
-    def __torch_function__(  # noqa: D102
+    def __torch_function__(
         self,
         func: Any,  # noqa: ANN401
         types: Any,  # noqa: ANN401

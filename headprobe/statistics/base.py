@@ -98,7 +98,7 @@ class Rows:
         return dict(zip(features, masses.unbind(dim=-1), strict=True))
 
     def offset(self, step: int) -> tuple[Tensor, Tensor]:
-        """Mass on key i + step, [batch, heads, rows], and whether there is one, [batch, 1, rows]."""
+        """Mass on key i + step, [batch, heads, rows]; whether there is one, [batch, 1, rows]."""
         keys = self.weights.shape[-1]
         target = self.positions + step
         inside = (target >= 0) & (target < keys)

@@ -18,8 +18,8 @@ class OutputNorm(Statistic):
     unit = "length in the residual stream"
     low, high = 0.0, None
     definition = (
-        "Mean over query rows of |z_i^h W_O^h|: how much the head adds to the residual stream. Empty "
-        "where W_O could not be found."
+        "Mean over query rows of |z_i^h W_O^h|: how much the head adds to the residual stream. "
+        "Empty where W_O could not be found."
     )
     source = "Kobayashi et al. 2020, section 3 (norm of the head's output vector)"
 

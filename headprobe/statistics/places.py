@@ -8,7 +8,6 @@ from torch import Tensor
 
 from headprobe.statistics.base import Rows, Statistic
 
-
 SINK_THRESHOLD = 0.3
 SINK_MIN_TOKENS = 16
 
@@ -58,7 +57,9 @@ class Previous(Statistic):
     title = "Mass on the previous token"
     unit = "fraction of attention"
     low, high = 0.0, 1.0
-    definition = "Mean of A_i,i−1 over the rows that have a token before. Empty for cross-attention."
+    definition = (
+        "Mean of A_i,i−1 over the rows that have a token before. Empty for cross-attention."
+    )
     source = "Clark et al. 2019, section 3.1 (there over all rows); Olsson et al. 2022"
 
     @staticmethod

@@ -40,7 +40,9 @@ class EntropyNormalized(Statistic):
         "Mean over query rows of H_i / ln n_i, where n_i is the number of keys that the row may "
         "see; rows that see one key are skipped. 1 is a uniform head, causal or not."
     )
-    source = "headprobe; normalised per row because ln S is out of reach for the rows of a causal map"
+    source = (
+        "headprobe; normalised per row because ln S is out of reach for the rows of a causal map"
+    )
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
@@ -55,7 +57,9 @@ class EffectiveSupport(Statistic):
     title = "Effective support"
     unit = "keys"
     low, high = 1.0, None
-    definition = "Mean over query rows of exp(H_i): over how many keys the row spreads its attention."
+    definition = (
+        "Mean over query rows of exp(H_i): over how many keys the row spreads its attention."
+    )
     source = "Hill 1973 (number of order 1)"
 
     @staticmethod
