@@ -1,0 +1,162 @@
+"""From a loaded model and its texts to the finished tables of a run."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from headprobe import __version__
+from headprobe.diagnosis import DEFAULT_SIMILARITY, Diagnosis, diagnose
+from headprobe.errors import NoAttentionError
+from headprobe.profile import Profile, Sampling, glossary, profile
+from headprobe.report import Tables
+
+if TYPE_CHECKING:
+    from headprobe.inputs import Source, TextBatches
+
+_ROWS_ACROSS = 512
+"""Rows per run on which heads of different layers are compared: their cost grows with the number of
+heads squared, and the sampling error is small long before."""
+
+_WIDEST_SAMPLE = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a person can choose about an analysis.
+
+    Attributes:
+        similarity: heads of a layer form a group from this average similarity on.
+        seed: of all draws.
+        all_rows: compare heads on all rows instead of a sample.
+    """
+
+    similarity: float = DEFAULT_SIMILARITY
+    seed: int = 0
+    all_rows: bool = False
+
+    def sampling(self, texts: int) -> Sampling:
+        """On which rows heads are compared, given the number of texts."""
+        if self.all_rows:
+            return Sampling(rows=None, rows_across=None, seed=self.seed)
+        across = min(_WIDEST_SAMPLE, max(1, _ROWS_ACROSS // texts))
+        return Sampling(rows=_WIDEST_SAMPLE, rows_across=across, seed=self.seed)
+
+
+def run_inputs(source: Source, batches: TextBatches) -> list[dict[str, Any]]:
+    """The batches, with the model asked not to make what no statistic needs."""
+    parameters = inspect.signature(source.model.forward).parameters
+    spared = {"logits_to_keep": 1, "use_cache": False}
+    extra = {name: value for name, value in spared.items() if name in parameters}
+    return [{**batch, **extra} for batch in batches.batches]
+
+
+def analyze(
+    source: Source,
+    texts: TextBatches,
+    settings: Settings,
+    inputs: Iterable[Mapping[str, Any]] | None = None,
+) -> tuple[Profile, Tables]:
+    """Measure a model's heads on texts and say what stands out.
+
+    Args:
+        source: the model and where it comes from.
+        texts: the texts, tokenised.
+        settings: what a person can choose.
+        inputs: `run_inputs(source, texts)`, perhaps with a progress bar around it.
+
+    Raises:
+        HeadprobeError: if the model has no attention that can be captured truly.
+    """
+    measured = profile(
+        source.model,
+        run_inputs(source, texts) if inputs is None else inputs,
+        sampling=settings.sampling(texts.texts),
+        token_classes=texts.token_classes,
+    )
+    if not measured.measured:
+        site, reason = next(iter(measured.left_out.items()))
+        raise NoAttentionError(
+            f"no attention map of {source.name!r} can be shown: in {site!r}, {reason}"
+        )
+    pairs = measured.pairs()
+    found = diagnose(measured.heads(), pairs, measured.layers(), similarity=settings.similarity)
+    tables = Tables(
+        heads=found.heads,
+        similarity=pairs,
+        layers=found.layers,
+        intervals=measured.intervals(),
+        groups=found.groups,
+        flags=found.flags,
+        advice=found.advice,
+        glossary=glossary(),
+        summary=_summary(source, texts, settings, measured, found),
+    )
+    return measured, tables
+
+
+def _summary(
+    source: Source, texts: TextBatches, settings: Settings, measured: Profile, found: Diagnosis
+) -> dict[str, Any]:
+    sampling = settings.sampling(texts.texts)
+    return {
+        "tool": "headprobe",
+        "verdict": found.verdict,
+        "counts": {
+            "heads": len(found.heads),
+            "layers": len(found.layers),
+            "groups": len(found.groups),
+            "similar_heads": int((found.heads["verdict"] == "similar").sum()),
+            "flags": found.flags["flag"].value_counts().to_dict(),
+        },
+        "model": {
+            "name": source.name,
+            "class": source.class_name,
+            "revision": source.revision,
+            "weights_sha256": source.weights_sha256,
+            "fingerprint": measured.settings["model"],
+        },
+        "texts": {
+            "texts": measured.texts,
+            "tokens": measured.tokens,
+            "cut": texts.cut,
+            "skipped": texts.skipped,
+            "hash": texts.texts_hash,
+        },
+        "settings": {
+            "max_tokens": texts.max_tokens,
+            "similarity": settings.similarity,
+            "seed": settings.seed,
+            "rows": "all" if sampling.rows is None else sampling.rows,
+            "rows_across_layers": "all" if sampling.rows_across is None else sampling.rows_across,
+            "most_pairs": sampling.pairs,
+            "dtype": str(source.dtype).removeprefix("torch."),
+            "device": str(next(source.model.parameters()).device),
+            "attention": getattr(getattr(source.model, "config", None), "_attn_implementation", ""),
+        },
+        "layers": [
+            {
+                "kind": layer.kind,
+                "stack": place.stack,
+                "layer": place.layer,
+                "site": layer.site,
+                "captured_at": layer.seam,
+                "heads": layer.heads,
+                "kv_heads": layer.kv_heads,
+                "reconstruction_error": layer.reconstruction_error,
+                "output_projection": layer.no_projection or "found",
+            }
+            for layer, place in zip(measured.measured, measured.places(), strict=True)
+        ],
+        "left_out": [{"site": site, "reason": why} for site, why in measured.left_out.items()],
+        "versions": {
+            "headprobe": __version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "scikit-learn")},
+        },
+        "conventions": "Layers and heads count from 0. Logarithms are natural, entropies in nats.",
+    }

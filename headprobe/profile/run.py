@@ -1,0 +1,106 @@
+"""Run a model on texts and measure its heads while it runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprobe.capture import Capture, distinct
+from headprobe.profile.observer import Observer
+from headprobe.profile.padding import check_left_padding, with_positions
+from headprobe.profile.sums import Profile
+from headprobe.profile.texts import read_batch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """On which query rows, and of which layers, heads are compared.
+
+    Attributes:
+        rows: sampled rows of a text (all of a text of 64 tokens or fewer); None for all rows.
+        rows_across: of these, how many are used to compare heads of different layers.
+        pairs: at most this many pairs of heads; beyond it, a seeded choice of pairs of layers.
+        seed: of the draws. The rows of a text follow from it and the text's tokens alone.
+    """
+
+    rows: int | None = 16
+    rows_across: int | None = 16
+    pairs: int = 50_000
+    seed: int = 0
+
+
+def profile(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    sampling: Sampling | None = None,
+    token_classes: Mapping[str, Iterable[int]] | None = None,
+) -> Profile:
+    """Measure every attention head of a model on some texts, in one forward pass each.
+
+    The model runs in eval mode and without gradients; its training flags are restored.
+
+    Args:
+        model: any module that attends with a softmax.
+        batches: keywords of `model.forward`, batch first. `attention_mask` tells padding of
+            `input_ids`, `decoder_attention_mask` that of `decoder_input_ids`; right or left.
+        sampling: on which rows heads are compared.
+        token_classes: token class ("special", "punctuation") -> token ids, for the mass on them.
+
+    Returns:
+        The sums. `.heads()`, `.pairs()` and `.layers()` are the tables; `+` adds other texts.
+
+    Raises:
+        NoAttentionError: if the model ran and no attention was seen.
+        HeadprobeError: if padding can't be kept out of the numbers.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, nhead=2, batch_first=True)
+        >>> result = profile(layer, [{"src": torch.randn(2, 5, 8)}])
+        >>> len(result.heads())
+        2
+    """
+    sampling = sampling or Sampling()
+    classes = {name: frozenset(ids) for name, ids in (token_classes or {}).items()}
+    settings = {"model": fingerprint(model), **sampling.__dict__, "classes": sorted(classes)}
+    total = Profile()
+    checked_left_padding = False
+    with _evaluating(model):
+        for batch in batches:
+            inputs = distinct(with_positions(model, batch))
+            texts = read_batch(inputs, seed=sampling.seed, token_classes=classes)
+            if not checked_left_padding:
+                checked_left_padding = check_left_padding(model, texts)
+            observer = Observer(texts, sampling)
+            with Capture(model, observer) as capture:
+                model(**inputs)
+            total += observer.finish(capture.unread, settings)
+    return total
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Tells models apart: a hash of the names, shapes and first numbers of all parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in model.state_dict().items():
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if isinstance(parameter, Tensor) and parameter.is_floating_point():
+            digest.update(parameter.flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,241 @@
+"""A profile: everything that was measured of a model's heads, as sums that merge."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from headprobe.errors import HeadprobeError
+from headprobe.profile.names import Place, places
+from headprobe.statistics import LAYER_STATISTICS, STATISTICS, PairSums, Statistic
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Address = tuple[str, int]
+"""A module's name, and how many calls it made before in the same pass."""
+
+_FORMAT = 1
+_CLASSES: dict[str, type[Statistic]] = {s.name: s for s in (*STATISTICS, *LAYER_STATISTICS)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What was measured of the heads of one attention call.
+
+    Attributes:
+        site: the module's name.
+        call: how many calls the module made before in the same pass.
+        seam: where the call was seen (`AttentionCall.seam`).
+        streams: the inputs that the positions of queries and keys come from.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        no_projection: why W_O is not known; empty if it is.
+        is_cross: whether queries and keys come from different sequences.
+        later_keys: how many keys after their query the valid rows might see; 0 if causal.
+        reconstruction_error: largest relative difference between weights · V and what the model
+            computed.
+        statistics: name -> sums by resampling block.
+    """
+
+    site: str
+    call: int
+    seam: str
+    streams: tuple[str | None, str | None]
+    heads: int
+    kv_heads: int
+    no_projection: str
+    is_cross: bool
+    later_keys: int
+    reconstruction_error: float
+    statistics: dict[str, Statistic] = field(repr=False)
+
+    @property
+    def address(self) -> Address:
+        """Which call of which module this is."""
+        return self.site, self.call
+
+    @property
+    def kind(self) -> str:
+        """`cross`, `causal` (no valid row may see a key after it) or `bidirectional`."""
+        if self.is_cross:
+            return "cross"
+        return "bidirectional" if self.later_keys else "causal"
+
+    def __add__(self, other: Layer) -> Layer:
+        names = self.statistics.keys() & other.statistics.keys()
+        both = {name: self.statistics[name] + other.statistics[name] for name in names}
+        return replace(
+            self,
+            later_keys=self.later_keys + other.later_keys,
+            reconstruction_error=max(self.reconstruction_error, other.reconstruction_error),
+            statistics={name: both[name] for name in self.statistics if name in both},
+        )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that was measured of a model's heads on some texts; `+` adds other texts.
+
+    Attributes:
+        measured: the attention calls that were measured, in the model's order.
+        pair_sums: similarities of the heads of two layers.
+        left_out: site -> why its attention is not in the profile.
+        texts: number of texts.
+        tokens: number of tokens.
+        class_tokens: token class -> how many tokens of the texts are in it.
+        settings: what the measurement depends on: the seed, the numbers of sampled rows, the model.
+    """
+
+    measured: tuple[Layer, ...] = ()
+    pair_sums: dict[tuple[Address, Address], PairSums] = field(default_factory=dict, repr=False)
+    left_out: dict[str, str] = field(default_factory=dict)
+    texts: int = 0
+    tokens: int = 0
+    class_tokens: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __add__(self, other: Profile) -> Profile:
+        """Merge with a profile of other texts.
+
+        Raises:
+            HeadprobeError: if the two are of different models or made with different settings.
+        """
+        if not other.texts:
+            return self
+        if not self.texts:
+            return other
+        for name in self.settings.keys() | other.settings.keys():
+            mine, theirs = self.settings.get(name), other.settings.get(name)
+            if mine != theirs:
+                raise HeadprobeError(
+                    f"profiles with different {name} can't be merged: {mine!r} and {theirs!r}; "
+                    "make both with the same model and settings"
+                )
+        left_out = self.left_out | other.left_out
+        layers = {layer.address: layer for layer in self.measured}
+        for layer in other.measured:
+            mine_too = layers.get(layer.address)
+            layers[layer.address] = layer if mine_too is None else mine_too + layer
+        pairs = dict(self.pair_sums)
+        for key, sums in other.pair_sums.items():
+            pairs[key] = pairs[key] + sums if key in pairs else sums
+        return Profile(
+            measured=tuple(layer for layer in layers.values() if layer.site not in left_out),
+            pair_sums={
+                key: sums for key, sums in pairs.items() if not {a[0] for a in key} & set(left_out)
+            },
+            left_out=left_out,
+            texts=self.texts + other.texts,
+            tokens=self.tokens + other.tokens,
+            class_tokens={
+                name: self.class_tokens.get(name, 0) + other.class_tokens.get(name, 0)
+                for name in self.class_tokens | other.class_tokens
+            },
+            settings=self.settings,
+        )
+
+    def places(self) -> list[Place]:
+        """Stack and layer of each of `measured`."""
+        return places(
+            [layer.site for layer in self.measured], [layer.kind for layer in self.measured]
+        )
+
+    def heads(self) -> pd.DataFrame:
+        """A row per head: what it is and every statistic."""
+        from headprobe.profile.tables import heads
+
+        return heads(self)
+
+    def pairs(self) -> pd.DataFrame:
+        """A row per pair of heads, first before second: the measures of similarity."""
+        from headprobe.profile.tables import pairs
+
+        return pairs(self)
+
+    def layers(self) -> pd.DataFrame:
+        """A row per layer: means over its heads, and the statistics of the layer."""
+        from headprobe.profile.tables import layers
+
+        return layers(self)
+
+    def intervals(self) -> pd.DataFrame:
+        """A row per head and statistic: a 95 % bootstrap interval over the resampling blocks."""
+        from headprobe.profile.tables import intervals
+
+        return intervals(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the sums to a safetensors file."""
+        tensors: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.measured):
+            for name, sums in layer.statistics.items():
+                tensors[f"layers/{index}/{name}/total"] = sums.total.contiguous()
+                tensors[f"layers/{index}/{name}/count"] = sums.count.contiguous()
+        order = {layer.address: index for index, layer in enumerate(self.measured)}
+        for (first, second), pair in self.pair_sums.items():
+            tensors[f"pairs/{order[first]}/{order[second]}/total"] = pair.total.contiguous()
+            tensors[f"pairs/{order[first]}/{order[second]}/count"] = pair.count.contiguous()
+        described = {
+            "format": _FORMAT,
+            "layers": [_described(layer) for layer in self.measured],
+            "left_out": self.left_out,
+            "texts": self.texts,
+            "tokens": self.tokens,
+            "class_tokens": self.class_tokens,
+            "settings": self.settings,
+        }
+        contents = save(tensors, metadata={"headprobe": json.dumps(described)})
+        Path(path).write_bytes(contents)  # safetensors' own file can be read by its owner only
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what `save` wrote.
+
+        Raises:
+            HeadprobeError: if the file is not a profile, or of another version of the format.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                described = json.loads((file.metadata() or {}).get("headprobe", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise HeadprobeError(f"{path} is not a profile that can be read: {error}") from error
+        if described.get("format") != _FORMAT:
+            raise HeadprobeError(
+                f"{path} has profile format {described.get('format')}, expected {_FORMAT}: "
+                "make it again with this version of headprobe"
+            )
+        layers = tuple(
+            _layer(index, layer, tensors) for index, layer in enumerate(described.pop("layers"))
+        )
+        pair_sums = {}
+        for name in tensors:
+            if name.startswith("pairs/") and name.endswith("/total"):
+                _, first, second, _ = name.split("/")
+                key = layers[int(first)].address, layers[int(second)].address
+                pair_sums[key] = PairSums(tensors[name], tensors[f"pairs/{first}/{second}/count"])
+        del described["format"]
+        return cls(measured=layers, pair_sums=pair_sums, **described)
+
+
+def _described(layer: Layer) -> dict[str, Any]:
+    named = {name: getattr(layer, name) for name in Layer.__dataclass_fields__}
+    return named | {"statistics": list(layer.statistics)}
+
+
+def _layer(index: int, described: dict[str, Any], tensors: dict[str, Tensor]) -> Layer:
+    statistics = {
+        name: _CLASSES[name](
+            tensors[f"layers/{index}/{name}/total"], tensors[f"layers/{index}/{name}/count"]
+        )
+        for name in described["statistics"]
+    }
+    streams = tuple(described["streams"])
+    return Layer(**described | {"statistics": statistics, "streams": streams})

@@ -1,0 +1,167 @@
+"""What is known of the texts of a batch: padding, token classes, resampling block, sampled rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headprobe.statistics import BLOCKS
+
+SHORT_TEXT = 64
+"""Texts of at most this many tokens are compared on all their rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """The texts of one batch.
+
+    Attributes:
+        inputs: what the model is called with, by keyword.
+        keys: a 64-bit hash of each text's tokens and the seed; block and sampled rows follow from
+            it, so they depend neither on the batch nor on padding.
+        valid: input name -> True for tokens, False for padding, [batch, positions].
+        classes: input name -> token class -> True for the tokens in it, [batch, positions].
+    """
+
+    inputs: Mapping[str, Any]
+    keys: tuple[int, ...]
+    valid: Mapping[str, Tensor]
+    classes: Mapping[str, Mapping[str, Tensor]]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def blocks(self) -> Tensor:
+        """The resampling block of each text, [batch]."""
+        return torch.tensor([key % BLOCKS for key in self.keys])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the first input (positions of the first mask, padding left out)."""
+        return next((int(mask.sum()) for mask in self.valid.values()), 0)
+
+    @property
+    def class_tokens(self) -> dict[str, int]:
+        """Token class -> how many tokens of the texts are in it."""
+        counts: Counter[str] = Counter()
+        for stream, classes in self.classes.items():
+            for name, members in classes.items():
+                counts[name] += int((members & self.valid[stream]).sum())
+        return dict(counts)
+
+    def mask(self, stream: str | None, length: int, device: torch.device) -> Tensor | str:
+        """True for the tokens of an input, [batch, length], or why there is no such mask."""
+        mask = self.valid.get(stream or "")
+        if mask is None:
+            return torch.ones(len(self), length, dtype=torch.bool, device=device)
+        if mask.shape[1] != length:
+            return f"it has {length} positions, the mask of {stream!r} has {mask.shape[1]}"
+        return mask.to(device)
+
+    def classes_of(self, stream: str | None, length: int) -> Mapping[str, Tensor]:
+        """Token class -> [batch, length], for an input of token ids."""
+        classes = self.classes.get(stream or "", {})
+        return {name: members for name, members in classes.items() if members.shape[1] == length}
+
+    def sample(self, valid: Tensor, rows: int | None) -> tuple[Tensor, Tensor]:
+        """Query rows on which heads are compared.
+
+        Args:
+            valid: True for tokens, [batch, queries].
+            rows: how many of a text that is not short; None for all.
+
+        Returns:
+            Row indices, [batch, chosen], in the order of the draw; texts with fewer rows repeat
+            one of theirs. And which are no such repetition, [batch, chosen].
+        """
+        chosen = [
+            _sample(key, mask.nonzero()[:, 0].cpu().numpy(), rows)
+            for key, mask in zip(self.keys, valid, strict=True)
+        ]
+        width = max(1, *map(len, chosen))
+        index = np.zeros((len(self), width), dtype=np.int64)
+        real = np.zeros((len(self), width), dtype=bool)
+        for text, positions in enumerate(chosen):
+            index[text] = positions[0] if len(positions) else 0
+            index[text, : len(positions)] = positions
+            real[text, : len(positions)] = True
+        return torch.from_numpy(index).to(valid.device), torch.from_numpy(real).to(valid.device)
+
+
+def read_batch(
+    batch: Mapping[str, Any], *, seed: int, token_classes: Mapping[str, Iterable[int]]
+) -> Texts:
+    """Work out what is known of a batch.
+
+    Args:
+        batch: keywords of the model's forward. `attention_mask` belongs to `input_ids`,
+            `decoder_attention_mask` to `decoder_input_ids`; 1 is a token, 0 is padding.
+            In torch's `..._key_padding_mask` True is padding.
+        seed: goes into the hash of each text.
+        token_classes: class -> token ids.
+    """
+    contents = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.dim() >= 2 and "mask" not in name
+    }
+    masks = {name: _mask(name, batch) for name in contents}
+    valid = {name: mask for name, mask in masks.items() if mask is not None}
+    ids = {
+        name: value
+        for name, value in contents.items()
+        if value.dtype == torch.int64 and value.dim() == 2 and name.endswith("input_ids")
+    }
+    for name, tokens in ids.items():
+        valid.setdefault(name, torch.ones_like(tokens, dtype=torch.bool))
+    classes = {
+        name: {
+            group: torch.isin(tokens, torch.tensor(sorted(members), device=tokens.device))
+            for group, members in token_classes.items()
+        }
+        for name, tokens in ids.items()
+    }
+    # Positions and token types follow from the text and the mask: they are not the text.
+    hashed = ids or contents
+    keys = tuple(
+        _key(text, hashed, valid, seed) for text in range(len(next(iter(hashed.values()))))
+    )
+    return Texts(batch, keys, valid, classes)
+
+
+def _mask(name: str, batch: Mapping[str, Any]) -> Tensor | None:
+    for content in ("input_ids", "inputs_embeds", "input_features", "input_values"):
+        if name.endswith(content):
+            mask = batch.get(name.removesuffix(content) + "attention_mask")
+            return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    for padding in (f"{name}_key_padding_mask", "key_padding_mask"):
+        mask = batch.get(padding)
+        if isinstance(mask, Tensor):
+            return ~mask if mask.dtype == torch.bool else mask == 0
+    return None
+
+
+def _key(text: int, contents: Mapping[str, Tensor], valid: Mapping[str, Tensor], seed: int) -> int:
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=8)
+    for name, tensor in contents.items():
+        row, mask = tensor[text], valid.get(name)
+        if mask is not None and mask.shape[1] == row.shape[0]:
+            row = row[mask[text]]
+        row = row.float() if row.is_floating_point() else row
+        digest.update(name.encode() + row.detach().cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _sample(key: int, positions: np.ndarray[Any, Any], rows: int | None) -> np.ndarray[Any, Any]:
+    if rows is None:
+        return positions
+    drawn = np.random.default_rng(key).permutation(len(positions))
+    return positions[drawn if len(positions) <= SHORT_TEXT else drawn[:rows]]
