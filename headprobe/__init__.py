@@ -8,16 +8,25 @@ import importlib
 __version__ = "0.1.0"
 
 _HOMES = {
-    "attention_weights": "headprobe.attention",
-    "MultiHeadAttention": "headprobe.attention",
+    "AttentionCall": "headprobe.capture",
+    "Capture": "headprobe.capture",
+    "Diagnosis": "headprobe.diagnosis",
     "HeadprobeError": "headprobe.errors",
+    "MultiHeadAttention": "headprobe.attention",
     "NoAttentionError": "headprobe.errors",
+    "Profile": "headprobe.profile",
+    "Sampling": "headprobe.profile",
+    "attention_weights": "headprobe.attention",
+    "diagnose": "headprobe.diagnosis",
 }
 
-__all__ = sorted(_HOMES)
+# `headprobe.profile` is the package and, called, the function of that name in it.
+__all__ = ["profile", *_HOMES]
 
 
 def __getattr__(name: str) -> object:
+    if name == "profile":
+        return importlib.import_module("headprobe.profile")
     if name not in _HOMES:
         raise AttributeError(f"module 'headprobe' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

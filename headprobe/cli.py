@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from datetime import UTC, datetime
@@ -17,10 +18,16 @@ if TYPE_CHECKING:
     from headprobe.report import Tables
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="headprobe")
 def main() -> None:
     """What does each attention head of a transformer do, and which ones are redundant?"""
+
+
+def _a_number(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if math.isnan(value):  # a range lets it pass: it is neither below nor above
+        raise click.BadParameter("nan is not a number.", context, parameter)
+    return value
 
 
 @main.command()
@@ -29,7 +36,7 @@ def main() -> None:
 @click.option("--paragraphs", is_flag=True, help="Texts in FILE are separated by blank lines.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder [reports/<model's name>].")
 @click.option("--max-texts", type=click.IntRange(1), help="Use only the first N texts.")
-@click.option("--max-tokens", type=click.IntRange(1), default=128, help="Cut longer texts.")
+@click.option("--max-tokens", type=click.IntRange(1), default=128, help="Cut texts after N tokens.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, help="Texts run at a time.")
 @click.option("--device", default="cpu", help="Where the model runs: cpu, cuda, cuda:1, mps.")
 @click.option(
@@ -42,23 +49,28 @@ def main() -> None:
     "--similarity",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.9,
+    callback=_a_number,
     help="Heads of a layer form a group from this average Jensen-Shannon similarity on.",
 )
-@click.option("--seed", type=int, default=0, help="Of the sampled rows and the intervals.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, help="Of the sampled rows and the intervals."
+)
 @click.option("--all-rows", is_flag=True, help="Compare heads on all rows, not on a sample.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--force", is_flag=True, help="Replace a folder that holds other files.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.option("--open", "open_page", is_flag=True, help="Open the report when it is done.")
 def analyze(**options: Any) -> None:  # noqa: ANN401
-    r"""Measure every attention head of MODEL and write a report.
+    """Measure every attention head of MODEL and write a report.
 
     MODEL is a name on the hub or a folder; without it, the embedded default model is used.
 
     \b
     headprobe analyze
     headprobe analyze bert-base-uncased --text corpus.txt --out reports/mine
-    """
+    """  # noqa: D301 - click must see a backspace to keep the lines apart
+    if options["paragraphs"] and options["text"] is None:
+        raise click.UsageError("--paragraphs says how a file is split: name one with --text.")
     with plain_errors(debug=options["debug"]):
         folder, tables = _analyze(options)
     results(tables, folder)
@@ -89,8 +101,9 @@ def _analyze(options: dict[str, Any]) -> tuple[Path, Tables]:
     folder = options["out"] or Path("reports") / source.name
     started = datetime.now(UTC)
     with run_folder(folder, force=options["force"]) as unfinished:
-        inputs = progress(run_inputs(source, batches), f"{source.name}: {batches.texts} texts")
-        measured, tables = analyze(source, batches, settings, inputs)
+        inputs = run_inputs(source, batches)
+        with progress(inputs, f"{source.name}: {batches.texts} texts") as shown:
+            measured, tables = analyze(source, batches, settings, shown)
         tables.summary["command"] = shlex.join(["headprobe", *sys.argv[1:]])
         tables.summary["started"] = started.isoformat(timespec="seconds")
         tables.summary["seconds"] = round((datetime.now(UTC) - started).total_seconds(), 1)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from headprobe.errors import HeadprobeError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from headprobe.report import Tables
 
 Item = TypeVar("Item")
 
 _OUT_OF_MEMORY = (
     "out of memory: run fewer texts at a time (--batch-size), shorter ones (--max-tokens), or a "
-    "smaller precision (--dtype)"
+    "smaller precision (--dtype)."
 )
+
+_PIPED_WIDTH = 200
+"""Columns where no terminal has a width of its own: in a file, lines need no fitting."""
 
 
 @contextmanager
@@ -29,67 +34,87 @@ def plain_errors(*, debug: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise click.ClickException("stopped; nothing was written.") from None
-    except (HeadprobeError, ValueError, OSError, MemoryError, RuntimeError) as error:
+    except Exception as error:
         if debug:
             raise
         raise click.ClickException(_sentence(error)) from error
 
 
-def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """The items, with a progress bar and the time left on standard error."""
+@contextmanager
+def progress(items: Sequence[Item], label: str) -> Iterator[Iterable[Item]]:
+    """The items, with a bar and the time left on standard error while they are iterated over.
+
+    The bar is gone when the block ends, also by an exception; without a terminal there is none.
+    """
     from rich.console import Console
-    from rich.progress import track
+    from rich.markup import escape
+    from rich.progress import Progress
 
     console = Console(stderr=True)
-    yield from track(items, label, console=console, transient=True, disable=not console.is_terminal)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield bar.track(items, description=escape(label))
 
 
 def results(tables: Tables, folder: Path) -> None:
-    """Print the verdict, a line per layer, and what was written."""
+    """Print a line per layer, the verdict, and what was written."""
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
-    console = Console(highlight=False)
-    several = tables.layers[["kind", "stack"]].drop_duplicates().shape[0] > 1
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("layer", "heads", "entropy / max", "distance", "JS similarity"):
-        table.add_column(name, justify="right")
-    table.add_column("similar heads")
-    for row in tables.layers.to_dict("records"):
-        groups = tables.groups
-        for name in ("kind", "stack", "layer"):
-            groups = groups[groups[name] == row[name]]
-        stream = f"{row['stack']} {row['kind']} ".lstrip() if several else ""
-        table.add_row(
-            escape(f"{stream}{row['layer']}"),
-            str(row["heads"]),
-            _number(row["entropy_normalized_mean"]),
-            _number(row["distance_mean"]),
-            _number(row["js_similarity_mean"]),
-            "  ".join(heads.replace(";", "+") for heads in groups["heads"]),
-        )
-    console.print(table)
-    console.print(f"\n{escape(tables.summary['verdict'])}")
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    console.print(_layers(tables))
+    console.print(f"\n{tables.summary['verdict']}")
     for left in tables.summary["left_out"]:
-        console.print(escape(f"Left out: {left['site']}: {left['reason']}."))
+        console.print(f"Left out: {left['site']}: {left['reason']}.")
     console.print("Layers and heads count from 0; means over the heads of a layer.")
     names = ", ".join(sorted(path.name for path in folder.iterdir()))
-    console.print(f"\nWritten to {escape(str(folder))}: {names}", soft_wrap=True)
+    console.print(f"\nWritten to {click.format_filename(folder)}: {names}", soft_wrap=True)
 
 
-def _number(value: float) -> str:
-    return "" if value != value else f"{value:.3g}"  # NaN: not measured
+def _layers(tables: Tables) -> Table:
+    from rich.table import Table
+
+    streams = tables.layers[["kind", "stack"]].drop_duplicates()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("layer", justify="right", no_wrap=True)
+    for name in ("heads", "entropy / max", "distance", "JS similarity"):
+        table.add_column(name, justify="right")
+    table.add_column("similar heads", overflow="fold")  # an ellipsis would hide heads
+    for row in tables.layers.to_dict("records"):
+        table.add_row(
+            f"{row['stack']} {row['kind']} {row['layer']}".strip()
+            if len(streams) > 1
+            else str(row["layer"]),
+            str(row["heads"]),
+            _number(row["entropy_normalized_mean"], 3),
+            _number(row["distance_mean"], 1),
+            _number(row["js_similarity_mean"], 3),
+            "  ".join(_groups(tables, row)),
+        )
+    return table
 
 
-def _sentence(error: BaseException) -> str:
+def _groups(tables: Tables, layer: dict[Any, Any]) -> list[str]:
+    """The groups of similar heads in a layer, like "3+5"."""
+    groups = tables.groups
+    for name in ("kind", "stack", "layer"):
+        groups = groups[groups[name] == layer[name]]
+    return [heads.replace(";", "+") for heads in groups["heads"]]
+
+
+def _number(value: float, digits: int) -> str:
+    return "" if value != value else f"{value:.{digits}f}"  # NaN: not measured
+
+
+def _sentence(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, MemoryError) or "out of memory" in text.lower():
+    # torch names memory that ran out in its messages: as a RuntimeError, too, on the CPU.
+    says_memory = "out of memory" in text.lower() or "not enough memory" in text.lower()
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_memory):
         return _OUT_OF_MEMORY
-    if "not enough memory" in text.lower():  # torch's allocator on the CPU
-        return _OUT_OF_MEMORY
-    return text if isinstance(error, HeadprobeError | ValueError) else f"{_kind(error)}: {text}"
-
-
-def _kind(error: BaseException) -> str:
-    return f"the run failed ({type(error).__name__}; --debug shows where)"
+    if isinstance(error, HeadprobeError | ValueError):
+        return text
+    kind = type(error).__name__
+    if isinstance(error, OSError | RuntimeError):
+        return f"the run failed ({kind}; --debug shows where): {text}"
+    return f"headprobe failed ({kind}: {text}): a bug, please report it with what --debug shows."

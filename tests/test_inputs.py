@@ -26,8 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from headprobe.errors import HeadprobeError
-from headprobe.inputs import batch_texts, load_model, read_texts, sample_texts
-from headprobe.inputs import models as inputs_models
+from headprobe.inputs import batch_texts, load_model, places, read_texts, sample_texts
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [*SPECIAL, "the", "cat", "sat", "mat", "##s", ".", ",", "!", "##!", "+"]
@@ -163,7 +162,7 @@ def test_default_model_is_the_original():
 
 
 def test_default_model_missing_names_the_extra(monkeypatch):
-    monkeypatch.setattr(inputs_models, "_DEFAULT_PACKAGE", "no_such_package")
+    monkeypatch.setattr(places, "_DEFAULT_PACKAGE", "no_such_package")
     with pytest.raises(HeadprobeError, match=r'pip install "headprobe\[demo\]"'):
         load_model()
 
@@ -565,6 +564,8 @@ def test_texts_without_tokens_are_skipped(bert, gpt2):
         assert made.texts_hash == batch_texts(["cat", "sat"], source).texts_hash
         with pytest.raises(HeadprobeError, match="none of the 2 texts has a token"):
             batch_texts(["", ""], source)
+        with pytest.raises(HeadprobeError, match="none of the 0 texts has a token"):
+            batch_texts([], source)
 
 
 def test_no_pad_token(gpt2):
@@ -587,6 +588,12 @@ def test_decoder_gets_the_text_shifted_right(t5):
     assert batch["decoder_attention_mask"].tolist() == [[1] * 5, [1, 1, 0, 0, 0]]
     assert made.max_tokens == 128
     t5.model(**batch)
+
+
+def test_no_two_inputs_share_memory(t5):
+    # Encoder and decoder are told apart by which tensor their ids come from.
+    for batch in batch_texts(["the cat sat .", "cat", "sat"], t5, batch_size=2).batches:
+        assert len({value.untyped_storage().data_ptr() for value in batch.values()}) == len(batch)
 
 
 def test_decoder_start_of_the_configuration(t5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,44 +74,40 @@ def batch_texts(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected 1 or more.")
     limit = min(max_tokens, source.max_positions or max_tokens)
-    rows, used, cut = _tokenise(list(texts), source.tokenizer, limit)
-    if not rows:
-        raise HeadprobeError(f"none of the {len(texts)} texts has a token: give other texts.")
-    ids = {token for row in rows for token in row["input_ids"]}
-    _check_ids(ids, source)
+    rows, used, cut = _tokenise(list(texts), source, limit)
     size = batch_size if "attention_mask" in _keywords(source.model) else 1
-    special = frozenset(source.tokenizer.all_special_ids)
     return TextBatches(
         batches=[_batch(rows[i : i + size], source) for i in range(0, len(rows), size)],
         texts=len(rows),
         tokens=sum(len(row["input_ids"]) for row in rows),
         cut=cut,
         skipped=len(texts) - len(rows),
-        token_classes={
-            "special": special,
-            "punctuation": _punctuation(ids - special, source.tokenizer),
-        },
+        token_classes=_token_classes(rows, source.tokenizer),
         max_tokens=limit,
         texts_hash=_hash(used),
     )
 
 
 def _tokenise(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, limit: int
+    texts: list[str], source: Source, limit: int
 ) -> tuple[list[dict[str, list[int]]], list[str], int]:
     """The tokenizer's lists per text that has tokens; these texts; how many of them were cut."""
+    tokenizer = source.tokenizer
     added = len(tokenizer("")["input_ids"])  # special tokens alone
     if limit <= added:
         raise ValueError(
             f"max_tokens is {limit}: expected {added + 1} or more, since the tokenizer adds "
             f"{added} special tokens to every text."
         )
-    if not texts:
-        return [], [], 0
-    encoded = tokenizer(texts, truncation=True, max_length=limit, padding=False, verbose=False)
-    names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
+    encoded: Mapping[str, list[list[int]]] = {"input_ids": []}  # no tokenizer takes an empty list
+    if texts:
+        encoded = tokenizer(texts, truncation=True, max_length=limit, padding=False, verbose=False)
+    names = [name for name in encoded if name in ("input_ids", "token_type_ids")]
     kept = [i for i in range(len(texts)) if len(encoded["input_ids"][i]) > added]
+    if not kept:
+        raise HeadprobeError(f"none of the {len(texts)} texts has a token: give other texts.")
     rows = [{name: encoded[name][i] for name in names} for i in kept]
+    _check_ids(rows, source)
     used = [texts[i] for i in kept]
     # Only a text at the limit can have been cut; whole, it tells.
     full = [text for row, text in zip(rows, used, strict=True) if len(row["input_ids"]) >= limit]
@@ -119,12 +115,13 @@ def _tokenise(
     return rows, used, cut
 
 
-def _check_ids(ids: Iterable[int], source: Source) -> None:
+def _check_ids(rows: Iterable[dict[str, list[int]]], source: Source) -> None:
+    largest = max(max(row["input_ids"]) for row in rows)
     embeddings = source.model.get_input_embeddings()  # type: ignore[operator]
     vocabulary = getattr(embeddings, "num_embeddings", None)
-    if vocabulary is not None and max(ids) >= vocabulary:
+    if vocabulary is not None and largest >= vocabulary:
         raise HeadprobeError(
-            f"the tokenizer of {source.name!r} has token id {max(ids)}, its model only ids below "
+            f"the tokenizer of {source.name!r} has token id {largest}, its model only ids below "
             f"{vocabulary}: use the tokenizer that the model was trained with."
         )
 
@@ -182,6 +179,14 @@ def _decoder_start(source: Source) -> int:
 
 def _first_known(*ids: int | None) -> int:
     return next(token for token in ids if token is not None)
+
+
+def _token_classes(
+    rows: Iterable[dict[str, list[int]]], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, frozenset[int]]:
+    special = frozenset(tokenizer.all_special_ids)
+    others = {token for row in rows for token in row["input_ids"]} - special
+    return {"special": special, "punctuation": _punctuation(others, tokenizer)}
 
 
 def _punctuation(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

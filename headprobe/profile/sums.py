@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ class Layer:
         is_cross: whether queries and keys come from different sequences.
         later_keys: how many keys after their query the valid rows might see; 0 if causal.
         reconstruction_error: largest relative difference between weights · V and what the model
-            computed.
+            computed; None where the two can't be compared.
         statistics: name -> sums by resampling block.
     """
 
@@ -53,7 +54,7 @@ class Layer:
     no_projection: str
     is_cross: bool
     later_keys: int
-    reconstruction_error: float
+    reconstruction_error: float | None
     statistics: dict[str, Statistic] = field(repr=False)
 
     @property
@@ -69,13 +70,20 @@ class Layer:
         return "bidirectional" if self.later_keys else "causal"
 
     def __add__(self, other: Layer) -> Layer:
-        names = self.statistics.keys() & other.statistics.keys()
-        both = {name: self.statistics[name] + other.statistics[name] for name in names}
+        errors = [e.reconstruction_error for e in (self, other)]
         return replace(
             self,
+            # Heads that share keys share them in every text; others may look alike in one.
+            kv_heads=max(self.kv_heads, other.kv_heads),
+            no_projection=self.no_projection or other.no_projection,
+            is_cross=self.is_cross or other.is_cross,
             later_keys=self.later_keys + other.later_keys,
-            reconstruction_error=max(self.reconstruction_error, other.reconstruction_error),
-            statistics={name: both[name] for name in self.statistics if name in both},
+            reconstruction_error=max((e for e in errors if e is not None), default=None),
+            statistics={
+                name: sums + other.statistics[name]
+                for name, sums in self.statistics.items()
+                if name in other.statistics
+            },
         )
 
 
@@ -89,7 +97,7 @@ class Profile:
         left_out: site -> why its attention is not in the profile.
         texts: number of texts.
         tokens: number of tokens.
-        class_tokens: token class -> how many tokens of the texts are in it.
+        class_tokens: input name -> token class -> how many of the input's tokens are in it.
         settings: what the measurement depends on: the seed, the numbers of sampled rows, the model.
     """
 
@@ -98,7 +106,7 @@ class Profile:
     left_out: dict[str, str] = field(default_factory=dict)
     texts: int = 0
     tokens: int = 0
-    class_tokens: dict[str, int] = field(default_factory=dict)
+    class_tokens: dict[str, dict[str, int]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __add__(self, other: Profile) -> Profile:
@@ -134,10 +142,7 @@ class Profile:
             left_out=left_out,
             texts=self.texts + other.texts,
             tokens=self.tokens + other.tokens,
-            class_tokens={
-                name: self.class_tokens.get(name, 0) + other.class_tokens.get(name, 0)
-                for name in self.class_tokens | other.class_tokens
-            },
+            class_tokens=_added(self.class_tokens, other.class_tokens),
             settings=self.settings,
         )
 
@@ -223,6 +228,15 @@ class Profile:
                 pair_sums[key] = PairSums(tensors[name], tensors[f"pairs/{first}/{second}/count"])
         del described["format"]
         return cls(measured=layers, pair_sums=pair_sums, **described)
+
+
+def _added(
+    first: dict[str, dict[str, int]], second: dict[str, dict[str, int]]
+) -> dict[str, dict[str, int]]:
+    return {
+        stream: dict(Counter(first.get(stream, {})) + Counter(second.get(stream, {})))
+        for stream in first | second
+    }
 
 
 def _described(layer: Layer) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import bootstrap
 
 from headprobe.profile.sums import Address, Layer, Profile
 from headprobe.statistics import MEASURES, STATISTICS, Statistic
@@ -15,6 +14,10 @@ HEAD_KEY = ("kind", "stack", "layer", "head")
 """The columns that name a head."""
 
 _LATER_MEASURES = ("cka", "output_cosine", "js_null", "js_no_sink")
+_LAYER_COLUMNS = (
+    *("kind", "stack", "layer", "heads", "entropy_mean", "entropy_normalized_mean"),
+    *("distance_mean", "js_similarity_mean", "generalized_js"),
+)
 _RESAMPLES = 999
 _CONFIDENCE = 0.95
 
@@ -74,7 +77,7 @@ def layers(profile: Profile) -> pd.DataFrame:
                 "generalized_js": _values(profile, layer, "generalized_js")[0],
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=list(_LAYER_COLUMNS))
 
 
 def intervals(profile: Profile) -> pd.DataFrame:
@@ -123,10 +126,15 @@ def _keys(profile: Profile) -> list[list[dict[str, Any]]]:
 def _values(profile: Profile, layer: Layer, name: str) -> np.ndarray[Any, Any]:
     """The figure of each head of a layer; NaN where it was not measured."""
     statistic = layer.statistics.get(name)
-    # A token class that doesn't occur has no mass to measure.
-    if statistic is None or profile.class_tokens.get(name) == 0:
+    # A token class that doesn't occur among the keys has no mass to measure.
+    if statistic is None or _class_tokens(profile, layer, name) == 0:
         return np.full(layer.heads, np.nan)
     return np.asarray(statistic.value().numpy())
+
+
+def _class_tokens(profile: Profile, layer: Layer, name: str) -> int | None:
+    """How many tokens of a class the layer's keys may be, or None if `name` is no class."""
+    return profile.class_tokens.get(layer.streams[1] or "", {}).get(name)
 
 
 def _similarity(profile: Profile, first: Address, second: Address) -> np.ndarray[Any, Any]:
@@ -185,26 +193,15 @@ def _interval(sums: Statistic, seed: int) -> tuple[np.ndarray[Any, Any], np.ndar
     """Percentile interval of each head's figure, the resampling blocks drawn with replacement."""
     occupied = (sums.count.sum(dim=1) > 0).numpy()
     total, count = sums.total.numpy()[occupied], sums.count.numpy()[occupied]
-    if len(total) < 2:
+    n = len(total)
+    if n < 2:
         return np.full(total.shape[1], np.nan), np.full(total.shape[1], np.nan)
-
-    def figure(blocks: np.ndarray[Any, Any], axis: int) -> np.ndarray[Any, Any]:
-        chosen, axis = blocks.astype(int), axis % blocks.ndim
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.moveaxis(total[chosen].sum(axis=axis) / count[chosen].sum(axis=axis), -1, 0)
-
-    found = bootstrap(
-        (np.arange(len(total)),),
-        figure,
-        axis=0,
-        vectorized=True,
-        n_resamples=_RESAMPLES,
-        confidence_level=_CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    low, high = found.confidence_interval
-    return np.asarray(low), np.asarray(high)
+    # How often each block is drawn: the resampled sums are then one product of matrices.
+    times = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=_RESAMPLES)
+    figures = (times @ total) / (times @ count)
+    tail = (1 - _CONFIDENCE) / 2
+    low, high = np.quantile(figures, [tail, 1 - tail], axis=0)
+    return low, high
 
 
 def _mean(values: np.ndarray[Any, Any]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headprobe.errors import HeadprobeError
 from headprobe.statistics import BLOCKS
 
 SHORT_TEXT = 64
 """Texts of at most this many tokens are compared on all their rows."""
+
+# Inputs that tell something about the text and are not the text: they change with its padding.
+_NOT_TEXT = ("mask", "position", "token_type", "segment", "label")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,23 +47,31 @@ class Texts:
         return torch.tensor([key % BLOCKS for key in self.keys])
 
     @property
+    def is_padded(self) -> bool:
+        """Whether there is padding in any input."""
+        return not all(bool(mask.all()) for mask in self.valid.values())
+
+    @property
     def tokens(self) -> int:
         """Tokens of the first input (positions of the first mask, padding left out)."""
         return next((int(mask.sum()) for mask in self.valid.values()), 0)
 
     @property
-    def class_tokens(self) -> dict[str, int]:
-        """Token class -> how many tokens of the texts are in it."""
-        counts: Counter[str] = Counter()
-        for stream, classes in self.classes.items():
-            for name, members in classes.items():
-                counts[name] += int((members & self.valid[stream]).sum())
-        return dict(counts)
+    def class_tokens(self) -> dict[str, dict[str, int]]:
+        """Input name -> token class -> how many of the input's tokens are in it."""
+        return {
+            stream: {
+                name: int((members & self.valid[stream]).sum()) for name, members in classes.items()
+            }
+            for stream, classes in self.classes.items()
+        }
 
     def mask(self, stream: str | None, length: int, device: torch.device) -> Tensor | str:
         """True for the tokens of an input, [batch, length], or why there is no such mask."""
         mask = self.valid.get(stream or "")
         if mask is None:
+            if stream is None and self.is_padded:
+                return "it can't be told from which input its positions come, so where padding is"
             return torch.ones(len(self), length, dtype=torch.bool, device=device)
         if mask.shape[1] != length:
             return f"it has {length} positions, the mask of {stream!r} has {mask.shape[1]}"
@@ -107,21 +118,32 @@ def read_batch(
             In torch's `..._key_padding_mask` True is padding.
         seed: goes into the hash of each text.
         token_classes: class -> token ids.
+
+    Raises:
+        ValueError: if nothing in the batch has a batch axis and positions.
+        HeadprobeError: if a text has no token.
     """
     contents = {
         name: value
         for name, value in batch.items()
-        if isinstance(value, Tensor) and value.dim() >= 2 and "mask" not in name
+        if isinstance(value, Tensor)
+        and value.dim() >= 2
+        and not any(word in name for word in _NOT_TEXT)
     }
-    masks = {name: _mask(name, batch) for name in contents}
-    valid = {name: mask for name, mask in masks.items() if mask is not None}
+    if not contents:
+        raise ValueError(
+            f"a batch has {', '.join(map(repr, batch)) or 'nothing'}: expected a tensor "
+            "[batch, positions, ...] that the model reads, such as input_ids"
+        )
+    valid = {name: mask for name in contents if (mask := _mask(name, batch)) is not None}
     ids = {
-        name: value
+        name: value.long()
         for name, value in contents.items()
-        if value.dtype == torch.int64 and value.dim() == 2 and name.endswith("input_ids")
+        if value.dtype in _IDS and value.dim() == 2
     }
     for name, tokens in ids.items():
         valid.setdefault(name, torch.ones_like(tokens, dtype=torch.bool))
+    _check_tokens(valid)
     classes = {
         name: {
             group: torch.isin(tokens, torch.tensor(sorted(members), device=tokens.device))
@@ -129,7 +151,6 @@ def read_batch(
         }
         for name, tokens in ids.items()
     }
-    # Positions and token types follow from the text and the mask: they are not the text.
     hashed = ids or contents
     keys = tuple(
         _key(text, hashed, valid, seed) for text in range(len(next(iter(hashed.values()))))
@@ -137,16 +158,36 @@ def read_batch(
     return Texts(batch, keys, valid, classes)
 
 
+_IDS = (torch.int64, torch.int32)
+
+
 def _mask(name: str, batch: Mapping[str, Any]) -> Tensor | None:
-    for content in ("input_ids", "inputs_embeds", "input_features", "input_values"):
-        if name.endswith(content):
-            mask = batch.get(name.removesuffix(content) + "attention_mask")
-            return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    """True for the tokens of an input, or None if nothing tells them from padding."""
     for padding in (f"{name}_key_padding_mask", "key_padding_mask"):
         mask = batch.get(padding)
         if isinstance(mask, Tensor):
             return ~mask if mask.dtype == torch.bool else mask == 0
+    mask_name = "decoder_attention_mask" if name.startswith("decoder_") else "attention_mask"
+    mask, axes = batch.get(mask_name), list(batch[name].shape[:2])
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    # A model may shorten sound before it attends: the observer sees whether the lengths agree.
+    if list(mask.shape) == axes or name in ("input_features", "input_values"):
+        return mask.bool()
+    if name.endswith("input_ids"):
+        raise ValueError(
+            f"{mask_name} is {list(mask.shape)}, {name} is {axes}: expected the same axes"
+        )
     return None
+
+
+def _check_tokens(valid: Mapping[str, Tensor]) -> None:
+    for name, mask in valid.items():
+        empty = (~mask.any(dim=1)).nonzero()[:, 0].tolist()
+        if empty:
+            raise HeadprobeError(
+                f"text {empty[0]} of a batch has no token in {name!r}, only padding: leave it out"
+            )
 
 
 def _key(text: int, contents: Mapping[str, Tensor], valid: Mapping[str, Tensor], seed: int) -> int:
