@@ -76,10 +76,11 @@ def _layers(tables: Tables) -> Table:
 
     streams = tables.layers[["kind", "stack"]].drop_duplicates()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("layer", justify="right", no_wrap=True)
+    # On a narrow terminal cells are folded; an ellipsis would hide heads and digits.
+    table.add_column("layer", justify="right", overflow="fold")
     for name in ("heads", "entropy / max", "distance", "JS similarity"):
-        table.add_column(name, justify="right")
-    table.add_column("similar heads", overflow="fold")  # an ellipsis would hide heads
+        table.add_column(name, justify="right", overflow="fold", min_width=5)
+    table.add_column("similar heads", overflow="fold")
     for row in tables.layers.to_dict("records"):
         table.add_row(
             f"{row['stack']} {row['kind']} {row['layer']}".strip()

@@ -189,6 +189,15 @@ def test_long_table_is_not_cut_when_it_is_piped(tmp_path, text_file):
     assert summary(tmp_path / ("x" * 99))["verdict"] in lines
 
 
+def test_narrow_terminal_hides_nothing(bert, text_file, inside, monkeypatch):
+    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": "40"}.items():
+        monkeypatch.setenv(name, value)
+    result = analyze(bert, "--text", text_file, "--similarity", 0.1, "--out", "out")
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    assert max(map(len, result.stdout.split("Written")[0].splitlines()[-5:])) <= 40
+
+
 # --- the same command, the same bytes ---
 
 

@@ -67,9 +67,9 @@ def _alone(
             continue
         mask = masks["decoder_attention_mask" if name.startswith("decoder_") else "attention_mask"]
         if isinstance(value, Tensor) and value.dim():
-            value = value[text : text + 1]  # noqa: PLW2901
+            value = value[text : text + 1]
             if mask is not None and value.shape[1:2] == mask.shape[1:]:
-                value = value[:, mask[text].bool()]  # noqa: PLW2901
+                value = value[:, mask[text].bool()]
         alone[name] = value
     return alone
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,9 +211,11 @@ class Profile:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise HeadprobeError(f"{path} is not a profile that can be read: {error}") from error
-        if described.get("format") != _FORMAT:
+        if not described:
+            raise HeadprobeError(f"{path} is not a headprobe profile: give what `save` wrote")
+        if described["format"] != _FORMAT:
             raise HeadprobeError(
-                f"{path} has profile format {described.get('format')}, expected {_FORMAT}: "
+                f"{path} has profile format {described['format']}, expected {_FORMAT}: "
                 "make it again with this version of headprobe"
             )
         layers = tuple(
@@ -234,8 +235,11 @@ def _added(
     first: dict[str, dict[str, int]], second: dict[str, dict[str, int]]
 ) -> dict[str, dict[str, int]]:
     return {
-        stream: dict(Counter(first.get(stream, {})) + Counter(second.get(stream, {})))
+        stream: {
+            name: counts[0].get(name, 0) + counts[1].get(name, 0) for name in counts[0] | counts[1]
+        }
         for stream in first | second
+        for counts in [(first.get(stream, {}), second.get(stream, {}))]
     }
 
 
