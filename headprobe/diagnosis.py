@@ -6,7 +6,7 @@ model loses without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -251,26 +251,24 @@ def _verdict(heads: pd.DataFrame, groups: pd.DataFrame, similarity: float) -> st
     )
 
 
-_ADVICE: dict[str, Callable[[int], str]] = {
-    "uniform": lambda n: (
-        f"{n} {_plural(n, 'head')} attend almost uniformly: in a trained model they average what "
-        "they see; in training, check the 1/sqrt(d_k) scaling, the initialisation and the learning "
-        "rate."
-    ),
-    "sink": lambda n: (
-        f"{n} {_plural(n, 'head')} rest on the first key in most texts. Sinks look alike whatever "
-        "they do elsewhere: compare their output norms before calling them idle."
-    ),
-    "copy": lambda n: (
-        f"{n} {_plural(n, 'head')} nearly copy another head's rows. The same rows can still carry "
-        "different values: the outputs of both may be needed."
-    ),
+_ADVICE = {
+    "uniform": "{heads} with almost uniform attention: in a trained model such a head averages "
+    "what it sees; in training, check the 1/sqrt(d_k) scaling, the initialisation and the "
+    "learning rate.",
+    "sink": "{heads} resting on the first key in most texts: sinks look alike whatever they do "
+    "elsewhere; compare their output norms before calling one idle.",
+    "copy": "{heads} with nearly the rows of another head: the same rows can still carry different "
+    "values, so the outputs of both may be needed.",
 }
 
 
 def _advice(groups: pd.DataFrame, flags: pd.DataFrame) -> list[str]:
     counts = flags["flag"].value_counts()
-    advice = [words(int(counts[flag])) for flag, words in _ADVICE.items() if flag in counts]
+    advice = [
+        words.format(heads=f"{counts[flag]} {_plural(int(counts[flag]), 'head')}")
+        for flag, words in _ADVICE.items()
+        if flag in counts
+    ]
     if len(groups):
         largest = groups.iloc[int(groups["size"].to_numpy(int).argmax())]
         advice.insert(

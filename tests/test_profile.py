@@ -1,5 +1,6 @@
 """The profile against plain NumPy, padding, merging, sampling, names, refusals, the real model."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -16,10 +17,13 @@ from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headprobe.capture import AttentionCall, Capture
 from headprobe.errors import HeadprobeError
 from headprobe.inputs import batch_texts, load_model, sample_texts
 from headprobe.profile import HEAD_KEY, Profile, Sampling, fingerprint, profile
 from headprobe.profile.names import Place, places
+from headprobe.profile.observer import Observer
+from headprobe.profile.texts import read_batch
 from headprobe.statistics import MEASURES, STATISTICS
 
 NAMES = [statistic.name for statistic in STATISTICS]
@@ -897,6 +901,76 @@ def test_batches_that_dont_fit():
     batch = {**padded(SHORT), "attention_mask": torch.ones(5, 3)}
     with pytest.raises(ValueError, match="expected the same axes"):
         profile(build("bert"), [batch])
+
+
+def test_a_missed_name_or_number_is_an_error():
+    with pytest.raises(ValueError, match="token class 'specials': expected special or punct"):
+        profile(build("bert"), [padded(SHORT)], token_classes={"specials": [1]})
+    with pytest.raises(ValueError, match="rows is 0: expected 1 or more, or None"):
+        Sampling(rows=0)
+
+
+class Written(nn.Module):
+    """Attention written out: keys may be pooled, dropout forced, a second softmax be there."""
+
+    def __init__(self, *, pool: int = 1, dropout: float = 0.0, extra: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.pool, self.dropout, self.extra = pool, dropout, extra
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.qkv(self.embed(input_ids)).unflatten(-1, (2, 12)).transpose(1, 2)
+        q, k, v = x.chunk(3, dim=-1)
+        k, v = k[:, :, :: self.pool], v[:, :, :: self.pool]
+        weights = F.dropout((q @ k.mT).softmax(dim=-1), self.dropout, training=True)
+        z = weights @ v
+        return z + (q @ k.mT).softmax(dim=-1).sum() if self.extra else z
+
+
+def written(**options: float) -> Profile:
+    torch.manual_seed(0)
+    return profile(Written(**options), [{"input_ids": torch.tensor([some_texts(8)[0]])}])
+
+
+def test_pooled_keys_are_another_sequence():
+    heads = written(pool=2).heads()
+    assert heads["kind"].eq("cross").all()
+    assert heads[["distance", "previous"]].isna().all(axis=None)
+
+
+def test_where_dropout_acts_in_evaluation_nothing_is_said_of_the_error(tmp_path):
+    dropped, plain = written(dropout=0.5), written()
+    assert dropped.measured[0].reconstruction_error is None
+    assert plain.measured[0].reconstruction_error < 1e-6
+    assert_same_tables(dropped, plain)
+    merged = dropped + dropped
+    merged.save(tmp_path / "profile")
+    assert Profile.load(tmp_path / "profile").measured[0].reconstruction_error is None
+
+
+def test_a_second_softmax_in_the_module_doesnt_spoil_its_attention():
+    both = written(extra=True)
+    assert both.left_out == {}
+    assert_same_tables(both, written())
+    assert_same_tables(both + both, written())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_no_map_is_kept_until_the_end_of_the_pass(implementation):
+    model, batch = build("bert", implementation), padded(LONG)
+    observer = Observer(read_batch(batch, seed=0, token_classes={}), Sampling())
+    seen: list[weakref.ref] = []
+
+    def observe(call: AttentionCall) -> None:
+        observer(call)
+        seen.append(weakref.ref(call.query if call.weights is None else call.weights))
+
+    with torch.no_grad(), Capture(model, observe):
+        model(**batch)
+    assert len(seen) == 2
+    assert [ref() for ref in seen] == [None, None]
+    assert len(observer.finish({}, {}).pair_sums) == 3
 
 
 # -- intervals ----------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from headprobe.capture.call import AttentionCall, Block, OutputProjection, visible_keys
 from headprobe.capture.flow import Trace
+from headprobe.capture.projection import output_projection
 from headprobe.capture.running import RunningModules
 from headprobe.capture.seams import Pending, Seams
 from headprobe.errors import HeadprobeError, NoAttentionError
@@ -158,7 +158,7 @@ class Capture:
             return
         call = pending.call
         if call.output_projection is None:
-            projection, reason = _output_projection(pending)
+            projection, reason = output_projection(call, pending.consumers)
             call = replace(call, output_projection=projection, no_projection=reason)
         self._observe(call)
 
@@ -193,33 +193,3 @@ def distinct(inputs: Mapping[str, Any]) -> dict[str, Any]:
             result[name] = value.view_as(value)
         met.add(id(value))
     return result
-
-
-def _output_projection(pending: Pending) -> tuple[OutputProjection | None, str]:
-    """W_O of a call, if exactly one linear map took its output and nothing lay between."""
-    consumers = pending.consumers
-    if consumers.obstacles:
-        return None, f"{consumers.obstacles[0]!r} lies between the attention and the linear map"
-    if not consumers.maps:
-        return None, "no linear map took the attention output"
-    if len(consumers.maps) > 1:
-        sites = ", ".join(site for site, *_ in consumers.maps)
-        return None, f"more than one linear map took the attention output ({sites})"
-    site, weight, bias, taken = consumers.maps[0]
-    if not _heads_side_by_side(pending.call, taken):
-        return None, f"the input of {site!r} is not the heads' outputs side by side"
-    return OutputProjection(site, weight, bias), ""
-
-
-@torch.no_grad()
-def _heads_side_by_side(call: AttentionCall, taken: Tensor) -> bool:
-    """Whether W_O's input is z with the heads on the feature axis, looked at in one position."""
-    if call.output is None:
-        return taken.shape[-1] == call.heads * call.value.shape[-1]
-    z = call.output
-    if taken.numel() != z.numel() or taken.shape[-1] != z.shape[1] * z.shape[3]:
-        return False
-    taken = taken.reshape(call.batch, call.queries, call.heads, -1)
-    return torch.allclose(
-        taken[:, 0], z[:, :, 0].to(taken.dtype), rtol=0.0, atol=0.0, equal_nan=True
-    )

@@ -46,7 +46,8 @@ class OutputProjection:
 
     def per_head(self, heads: int) -> Tensor:
         """W_O of each head, [heads, dim_v, d_model]."""
-        return self.weight.unflatten(0, (heads, -1))
+        per_head: Tensor = self.weight.unflatten(0, (heads, -1))
+        return per_head
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,10 +138,8 @@ class AttentionCall:
         device = self.value.device
         for start in range(0, self.queries, size):
             stop = min(start + size, self.queries)
-            rows = slice(start, stop)
-            yield self._block(
-                lambda t, r=rows: t[:, :, r], torch.arange(start, stop, device=device)
-            )
+            rows = torch.arange(start, stop, device=device)
+            yield self._block(partial(_rows, start=start, stop=stop), rows)
 
     def at(self, index: Tensor) -> Block:
         """Chosen query rows of each sequence.
@@ -206,6 +205,10 @@ class AttentionCall:
 
 
 def _slice_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor[:, :, start:stop]
+
+
+def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor[:, :, start:stop]
 
 

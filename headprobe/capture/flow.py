@@ -126,9 +126,8 @@ class Traces:
                 merged = _merge(merged, trace)
         if source is None:
             return
-        for tensor in tensors_in((result,)):
-            if tensor is not source:
-                self.set(tensor, merged.after(name, source, tensor))
+        for tensor in tensors_in((result,)):  # an in-place function gives its source back
+            self.set(tensor, merged.after(name, source, tensor))
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:

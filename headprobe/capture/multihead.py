@@ -61,7 +61,8 @@ def project(given: Keywords) -> Keywords:
 
 def _mha_mask(given: Keywords, batch: int) -> Tensor | None:
     """One mask, True attends or a float that is added; in nn.MultiheadAttention True forbids."""
-    mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+    mask: Tensor | None = given.get("attn_mask")
+    padding: Tensor | None = given.get("key_padding_mask")
     if mask is not None:
         if mask.dim() == 3:
             mask = mask.unflatten(0, (batch, -1))

@@ -29,7 +29,7 @@ class RunningModules:
     """
 
     def __init__(self, model: nn.Module, on_finish: Callable[[bool], None]) -> None:
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names: dict[nn.Module, str] = {m: name for name, m in model.named_modules()}
         self._on_finish = on_finish
         self._stack: list[nn.Module] = []
         self._calls: Counter[str] = Counter()

@@ -181,7 +181,11 @@ class Seams(TorchFunctionMode):
     def _product(self, func: Any, args: Arguments, kwargs: Keywords) -> Tensor:  # noqa: ANN401
         """A matmul, bmm, baddbmm or einsum: scores, values weighted, or a linear map."""
         result: Tensor = func(*args, **kwargs)
-        first, second = list(tensors_in((*args, *kwargs.values())))[-2:]
+        factors = list(tensors_in((*args, *kwargs.values())))[-2:]  # baddbmm adds the one before
+        if len(factors) < 2:
+            self.traces.pass_on(name_of(func), factors, result)
+            return result
+        first, second = factors
         if name_of(func) == "__rmatmul__":
             first, second = second, first
         left, right = self.traces.of(first), self.traces.of(second)
@@ -292,7 +296,8 @@ class Seams(TorchFunctionMode):
         if tensor.dim() > 4:
             return tensor.flatten(1, -3)
         if tensor.dim() == 3 and self.batch and tensor.shape[0] % self.batch == 0:
-            return tensor.unflatten(0, (self.batch, -1))
+            unfolded: Tensor = tensor.unflatten(0, (self.batch, -1))
+            return unfolded
         return None
 
     def _unreadable(self, site: str, reason: str) -> None:

@@ -145,10 +145,14 @@ class Observer:
             unread: modules that attended and could not be read, and why.
             settings: what the measurement depends on.
         """
+        measured = tuple(layer for layer in self._layers if layer.site not in self._left_out)
+        # A second softmax in a module doesn't spoil the attention that was read there.
+        sites = {layer.site for layer in measured}
+        unread = {site: why for site, why in unread.items() if site not in sites}
         return Profile(
-            measured=tuple(self._layers),
+            measured=measured,
             pair_sums=self._pair_sums(),
-            left_out={**unread, **self._left_out},
+            left_out=unread | self._left_out,
             texts=len(self._texts),
             tokens=self._texts.tokens,
             class_tokens=self._texts.class_tokens,

@@ -15,7 +15,7 @@ from headprobe.capture import Capture, distinct
 from headprobe.profile.observer import Observer
 from headprobe.profile.padding import check_left_padding, with_positions
 from headprobe.profile.sums import Profile
-from headprobe.profile.texts import read_batch
+from headprobe.profile.texts import TOKEN_CLASSES, read_batch
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Sampling:
     pairs: int = 50_000
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("rows", "rows_across"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}: expected 1 or more, or None for all rows")
+
 
 def profile(
     model: nn.Module,
@@ -51,7 +57,7 @@ def profile(
         batches: keywords of `model.forward`, batch first. `attention_mask` tells padding of
             `input_ids`, `decoder_attention_mask` that of `decoder_input_ids`; right or left.
         sampling: on which rows heads are compared.
-        token_classes: token class ("special", "punctuation") -> token ids, for the mass on them.
+        token_classes: token class (one of TOKEN_CLASSES) -> token ids, for the mass on them.
 
     Returns:
         The sums. `.heads()`, `.pairs()` and `.layers()` are the tables; `+` adds other texts.
@@ -60,7 +66,7 @@ def profile(
         NoAttentionError: if the model ran and no attention was seen.
         HeadprobeError: if padding can't be kept out of the numbers.
         TypeError: if a batch is not a mapping of keywords.
-        ValueError: if nothing in a batch has a batch axis and positions.
+        ValueError: if nothing in a batch has a batch axis and positions, or a class is unknown.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, nhead=2, batch_first=True)
@@ -70,6 +76,9 @@ def profile(
     """
     sampling = sampling or Sampling()
     classes = {name: frozenset(ids) for name, ids in (token_classes or {}).items()}
+    unknown = sorted(classes.keys() - set(TOKEN_CLASSES))
+    if unknown:
+        raise ValueError(f"token class {unknown[0]!r}: expected {' or '.join(TOKEN_CLASSES)}")
     settings = {"model": fingerprint(model), **sampling.__dict__, "classes": sorted(classes)}
     total = Profile()
     checked_left_padding = False

@@ -17,6 +17,9 @@ from headprobe.statistics import BLOCKS
 SHORT_TEXT = 64
 """Texts of at most this many tokens are compared on all their rows."""
 
+TOKEN_CLASSES = ("special", "punctuation")
+"""The classes of tokens that there are statistics for."""
+
 # Inputs that tell something about the text and are not the text: they change with its padding.
 _NOT_TEXT = ("mask", "position", "token_type", "segment", "label")
 

@@ -1,0 +1,48 @@
+"""W_O, found by where the attention output goes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headprobe.capture.call import AttentionCall, OutputProjection
+from headprobe.capture.flow import Consumers
+
+
+def output_projection(
+    call: AttentionCall, consumers: Consumers
+) -> tuple[OutputProjection | None, str]:
+    """W_O of a call, if exactly one linear map took its output and nothing lay between.
+
+    Args:
+        call: the attention call.
+        consumers: where its output went.
+
+    Returns:
+        W_O or None, and why it is None.
+    """
+    if consumers.obstacles:
+        return None, f"{consumers.obstacles[0]!r} lies between the attention and the linear map"
+    if not consumers.maps:
+        return None, "no linear map took the attention output"
+    if len(consumers.maps) > 1:
+        sites = ", ".join(site for site, *_ in consumers.maps)
+        return None, f"more than one linear map took the attention output ({sites})"
+    site, weight, bias, taken = consumers.maps[0]
+    if not _heads_side_by_side(call, taken):
+        return None, f"the input of {site!r} is not the heads' outputs side by side"
+    return OutputProjection(site, weight, bias), ""
+
+
+@torch.no_grad()
+def _heads_side_by_side(call: AttentionCall, taken: Tensor) -> bool:
+    """Whether W_O's input is z with the heads on the feature axis, looked at in one position."""
+    if call.output is None:
+        return taken.shape[-1] == call.heads * call.value.shape[-1]
+    z = call.output
+    if taken.numel() != z.numel() or taken.shape[-1] != z.shape[1] * z.shape[3]:
+        return False
+    taken = taken.reshape(call.batch, call.queries, call.heads, -1)
+    return torch.allclose(
+        taken[:, 0], z[:, :, 0].to(taken.dtype), rtol=0.0, atol=0.0, equal_nan=True
+    )
