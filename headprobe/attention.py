@@ -287,7 +287,8 @@ class MultiHeadAttention(nn.Module):
                 visible = _hide_later_keys(visible, positions[rows], key.shape[2])
             weights = attention_weights(query[:, :, rows], key, visible)
             reads.append(weighted_values(self.dropout(weights), value))
-        concatenated = torch.cat(reads, dim=2).transpose(1, 2).flatten(2).to(value.dtype)
+        read = torch.cat(reads, dim=2) if len(reads) > 1 else reads[0]
+        concatenated = read.transpose(1, 2).flatten(2).to(value.dtype)
         output = self.w_o(self.norm(concatenated)).to(x.dtype)
         return (output, weights) if return_weights else output
 

@@ -123,7 +123,9 @@ def test_the_links_of_the_readme_lead_somewhere():
 def test_the_project_speaks_of_itself_alone():
     """No path of somebody's machine, and no host of a package index, in any tracked text file."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    forbidden = re.compile("|".join(["/wor" + "k/", "pypi" + r"\.org", "/ro" + "ot/", "share" + "d/"]))
+    forbidden = re.compile(
+        "|".join(["/wor" + "k/", "pypi" + r"\.org", "/ro" + "ot/", "share" + "d/"])
+    )
     for name in tracked.split():
         path = ROOT / name
         if path.suffix in (".png", ".safetensors") or not path.is_file():

@@ -509,6 +509,8 @@ def test_positions_of_unknown_origin_are_left_out_of_a_padded_batch():
     torch.manual_seed(0)
     result = profile(Latents(), [padded(SHORT)])
     assert "from which input" in result.left_out[""]
+    assert result.measured == ()  # nor is the module's other call there
+    assert result.pair_sums == {}
 
 
 # -- merging and sampling -----------------------------------------------------------------------
@@ -937,6 +939,19 @@ def test_pooled_keys_are_another_sequence():
     heads = written(pool=2).heads()
     assert heads["kind"].eq("cross").all()
     assert heads[["distance", "previous"]].isna().all(axis=None)
+
+
+def test_what_one_batch_cant_tell_another_does():
+    torch.manual_seed(0)
+    pooled, encoder = Written(pool=2), build("bert")
+    for model, kind in ((pooled, "cross"), (encoder, "bidirectional")):
+        short, long = (
+            profile(model, [{"input_ids": torch.tensor(t)}]) for t in ([[5]], [[5, 6, 7]])
+        )
+        assert short.heads()["kind"].eq("causal").all()  # one token can't tell
+        for both in (short + long, long + short):
+            assert both.heads()["kind"].eq(kind).all()
+            assert both.heads()["distance"].isna().all() == (kind == "cross")
 
 
 def test_where_dropout_acts_in_evaluation_nothing_is_said_of_the_error(tmp_path):

@@ -154,6 +154,7 @@ class AttentionCall:
 
         return self._block(pick, index)
 
+    @torch.no_grad()
     def reconstruction_error(self, block: Block) -> float | None:
         """How far weights · V is from what the model computed, relative to its largest entry.
 

@@ -40,6 +40,7 @@ class Softmaxed:
     """A softmax over scores of queries and keys; attention, once its result meets the values."""
 
     site: str
+    queries: int
     fate: str = "its result was never multiplied with values"
     used: bool = False
 
@@ -50,6 +51,12 @@ class Consumers:
 
     maps: list[tuple[str, Tensor, Tensor | None, Tensor]] = field(default_factory=list)
     obstacles: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    def close(self) -> None:
+        """Nothing counts from now on, and nothing is held: traces would keep it alive."""
+        self.maps.clear()
+        self.closed = True
 
 
 @dataclass(frozen=True)
@@ -164,9 +171,10 @@ def _merge(first: Trace, second: Trace) -> Trace:
 
 def _is_still_a_map(source: Tensor, result: Tensor) -> bool:
     """Whether rows stay rows and keys stay keys; a learned sink's column may be dropped."""
-    if source.dim() < 2 or result.dim() < 3 or source.shape[-2] != result.shape[-2]:
+    keys = source.shape[-1]
+    if result.dim() < 3 or result.shape[-1] not in (keys, keys - 1) or not result.numel():
         return False
-    return result.shape[-1] in (source.shape[-1], source.shape[-1] - 1)
+    return source.numel() // keys == result.numel() // result.shape[-1]
 
 
 def _like(kept: Tensor, source: Tensor, result: Tensor) -> Tensor | None:

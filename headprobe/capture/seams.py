@@ -87,6 +87,7 @@ class Seams(TorchFunctionMode):
                 self._deliver(pending)
             finally:
                 self._busy = False
+                pending.consumers.close()
 
     def finish_pass(self) -> None:
         """The outermost module has returned: nothing more will happen to what it left."""
@@ -147,7 +148,7 @@ class Seams(TorchFunctionMode):
         if trace.product is None or not isinstance(dim, int):
             self.traces.pass_on("softmax", (scores,), result)
             return result
-        seen = Softmaxed(self._running.site)
+        seen = Softmaxed(self._running.site, scores.shape[-2] if scores.dim() > 1 else 1)
         if dim % scores.dim() != scores.dim() - 1:
             seen.fate = f"the softmax runs over axis {dim}, not over the last"
         else:
@@ -249,6 +250,11 @@ class Seams(TorchFunctionMode):
         assert trace.product is not None
         weights = consumed if trace.undropped is None else trace.undropped
         w, v, z = (self._four_axes(side) for side in (weights, values, result))
+        if w is not None and z is not None and w.shape[2] != trace.softmaxed.queries:
+            # Heads that share keys and values were stacked: [batch, kv_heads, group * queries, ..]
+            w, z = (
+                side.unflatten(2, (-1, trace.softmaxed.queries)).flatten(1, 2) for side in (w, z)
+            )
         site = self._running.site
         if w is None or v is None or z is None or w.shape[-1] != v.shape[2]:
             trace.softmaxed.fate = (
@@ -276,7 +282,7 @@ class Seams(TorchFunctionMode):
 
     def _linear_map(self, x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
         trace = self.traces.of(x)
-        if trace.consumers is not None:
+        if trace.consumers is not None and not trace.consumers.closed:
             if trace.obstacle is not None:
                 trace.consumers.obstacles.append(trace.obstacle)
             trace.consumers.maps.append((self._running.site, weight, bias, x))

@@ -212,10 +212,9 @@ class Observer:
         return {name: total.in_blocks(blocks, tokens) for name, total in sums.items()}, later
 
     def _pair_sums(self) -> dict[tuple[Address, Address], PairSums]:
-        left_out = self._left_out
         panels: dict[Any, list[Compared]] = defaultdict(list)
         for compared in self._compared:
-            if compared.address[0] not in left_out:
+            if compared.address[0] not in self._left_out:
                 panels[compared.axes].append(compared)
         chosen = _choose(list(panels.values()), self._sampling)
         sums: dict[tuple[Address, Address], PairSums] = {}

@@ -79,7 +79,8 @@ class Rows:
         # A row-wise dot product as a matrix product batched over rows: the weights are read once.
         by_row = self.weights.permute(2, 0, 1, 3).flatten(1, 2)
         means = torch.bmm(by_row, self.distances[:, :, None])[..., 0]
-        return means.unflatten(1, self.weights.shape[:2]).permute(1, 2, 0)
+        distance: Tensor = means.unflatten(1, self.weights.shape[:2]).permute(1, 2, 0)
+        return distance
 
     @cached_property
     def uniform_distance(self) -> Tensor:

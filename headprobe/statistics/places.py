@@ -127,8 +127,8 @@ class Special(Statistic):
     unit = "fraction of attention"
     low, high = 0.0, 1.0
     definition = (
-        "Mean over query rows of the weight on all of the tokenizer's special tokens; empty if none "
-        "occurs."
+        "Mean over query rows of the weight on all of the tokenizer's special tokens; empty if "
+        "none occurs."
     )
     source = "Clark et al. 2019, section 3.2"
 

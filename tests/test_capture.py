@@ -1,0 +1,485 @@
+"""The captured weights are the model's own, and the model doesn't notice."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules import module as modules
+
+import headprobe
+from headprobe import Capture, HeadprobeError, NoAttentionError
+from headprobe.attention import weighted_values
+from tests.models import MODELS, PLAIN, Cross, Nano, by_hand, flash, make, torch_encoder
+
+OUTPUTS = ("encoder_attentions", "attentions", "decoder_attentions", "cross_attentions")
+
+
+def run(model, inputs, **options):
+    calls = []
+    with torch.no_grad(), Capture(model, calls.append, **options) as capture:
+        output = model(**inputs)
+    return output, calls, capture
+
+
+def first(output):
+    while not isinstance(output, torch.Tensor):
+        output = output[0]
+    return output
+
+
+def whole(call, size=3):
+    return torch.cat([block.weights for block in call.blocks(size)], dim=2)
+
+
+def at_all_rows(call):
+    return call.at(torch.arange(call.queries).expand(call.batch, -1))
+
+
+def expected_maps(name, inputs):
+    """The maps that the model itself gives, in the order of its calls."""
+    if name in PLAIN:
+        return None
+    model, _ = make(name.replace("sdpa", "eager"))
+    with torch.no_grad():
+        out = model(**inputs, output_attentions=True)
+    encoder, own, decoder, cross = ([*(getattr(out, name, None) or ())] for name in OUTPUTS)
+    return [*encoder, *own, *(m for pair in zip(decoder, cross, strict=True) for m in pair)]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in PLAIN])
+def test_weights_equal_output_attentions(name):
+    model, inputs = make(name)
+    _, calls, _ = run(model, inputs)
+    expected = expected_maps(name, inputs)
+    assert len(calls) == len(expected)
+    for call, weights in zip(calls, expected, strict=True):
+        torch.testing.assert_close(whole(call), weights, atol=1e-5, rtol=0)
+        torch.testing.assert_close(at_all_rows(call).weights, weights, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if name.startswith("cross")])
+def test_weights_equal_those_of_multihead_attention(name):
+    model, inputs = make(name)
+    _, (call,), _ = run(model, inputs)
+    masks = {k: v for k, v in inputs.items() if "mask" in k}
+    _, expected = model.attn(
+        *(inputs[side] for side in ("query", "key", "key")), average_attn_weights=False, **masks
+    )
+    torch.testing.assert_close(whole(call), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["nano_flash", "nano_bound_early"])
+def test_sdpa_equals_softmax_by_hand(name):
+    model, inputs = make(name)
+    twin, _ = make("nano")
+    (_, (seen,), _), (_, (same,), _) = run(model, inputs), run(twin, inputs)
+    torch.testing.assert_close(whole(seen), whole(same), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_times_values_are_what_the_model_computed(name):
+    model, inputs = make(name)
+    _, calls, capture = run(model, inputs)
+    assert calls
+    assert capture.calls == len(calls)
+    assert capture.unread == {}
+    for call in calls:
+        assert call.reconstruction_error(at_all_rows(call)) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_output_is_bit_identical(name):
+    model, inputs = make(name)
+    with torch.no_grad():
+        before = first(model(**inputs))
+    observed, _, _ = run(model, inputs)
+    if "torch" in name or "cross" in name:  # torch leaves its fused path when it is watched
+        torch.testing.assert_close(first(observed), before, atol=1e-5, rtol=1e-5, equal_nan=True)
+    else:
+        assert torch.equal(first(observed), before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_output_projection_is_the_one_that_the_model_used(name):
+    model, inputs = make(name)
+    outputs = {}
+
+    def keep(module, args, output):
+        outputs.setdefault(names[module], first(output))
+
+    names = {module: name for name, module in model.named_modules()}
+    for module in names:
+        module.register_forward_hook(keep)
+    _, calls, _ = run(model, inputs)
+    for call in calls:
+        projection = call.output_projection
+        assert projection is not None, call.no_projection
+        z = weighted_values(at_all_rows(call).weights, call.value)
+        mixed = torch.einsum("bhqd,hdm->bqm", z, projection.per_head(call.heads))
+        mixed = mixed if projection.bias is None else mixed + projection.bias
+        if call.call == 0:
+            torch.testing.assert_close(mixed, outputs[projection.site], atol=1e-4, rtol=1e-4)
+
+
+def test_the_projection_is_empty_where_something_lies_between():
+    torch.manual_seed(0)
+    model = headprobe.MultiHeadAttention(32, 4, norm_before_output=True).eval()
+    _, (call,), _ = run(model, {"x": torch.randn(2, 9, 32)})
+    assert call.output_projection is None
+    assert call.no_projection == "'layer_norm' lies between the attention and the linear map"
+
+
+@pytest.mark.parametrize("change", [lambda y: y * y.sigmoid(), lambda y: y.mul_(0.5)])
+def test_the_projection_is_empty_behind_a_gate(change):
+    model, inputs = Nano(attend=lambda q, k, v: change(by_hand(q, k, v))), make("nano")[1]
+    _, (call,), _ = run(model.eval(), inputs)
+    assert call.output_projection is None
+    assert "lies between" in call.no_projection
+
+
+def test_the_projection_is_empty_where_two_maps_take_the_output():
+    class Adapted(Nano):
+        def __init__(self):
+            super().__init__(attend=flash)
+            self.c_proj = LowRank(32)
+
+    class LowRank(nn.Linear):
+        def __init__(self, width):
+            super().__init__(width, width)
+            self.down, self.up = nn.Linear(width, 2), nn.Linear(2, width)
+
+        def forward(self, x):
+            return super().forward(x) + self.up(self.down(x))
+
+    _, (call,), _ = run(Adapted().eval(), make("nano")[1])
+    assert call.output_projection is None
+    assert call.no_projection.startswith("more than one linear map took the attention output")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_sites_streams_and_kv_heads(attention):
+    _, calls, _ = run(*make(f"t5-{attention}"))
+    ours, theirs = ("input_ids",) * 2, ("decoder_input_ids", "input_ids")
+    assert [(c.site, c.streams) for c in calls] == [
+        ("encoder.block.0.layer.0.SelfAttention", ours),
+        ("encoder.block.1.layer.0.SelfAttention", ours),
+        ("decoder.block.0.layer.0.SelfAttention", ("decoder_input_ids",) * 2),
+        ("decoder.block.0.layer.1.EncDecAttention", theirs),
+        ("decoder.block.1.layer.0.SelfAttention", ("decoder_input_ids",) * 2),
+        ("decoder.block.1.layer.1.EncDecAttention", theirs),
+    ]
+    _, calls, _ = run(*make(f"llama-{attention}"))
+    assert [(c.heads, c.kv_heads) for c in calls] == [(4, 2), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_heads"), [("reference", 4), ("reference_gqa", 2), ("reference_mqa", 1)]
+)
+def test_kv_heads_of_the_reference(name, kv_heads):
+    _, (call,), _ = run(*make(name))
+    assert (call.heads, call.kv_heads) == (4, kv_heads)
+
+
+def test_streams_of_plain_modules():
+    _, calls, _ = run(*make("torch_transformer"))
+    assert [c.streams for c in calls] == [
+        *[("src", "src")] * 2,
+        *[("tgt", "tgt"), ("tgt", "src")] * 2,
+    ]
+    _, (call,), _ = run(*make("cross"))
+    assert call.streams == ("query", "key")
+
+
+def test_a_shared_module_counts_its_calls_anew_in_each_pass():
+    model, inputs = make("shared")
+    seen = []
+    with torch.no_grad(), Capture(model, lambda call: seen.append((call.site, call.call))):
+        model(**inputs)
+        model(**inputs)
+    assert seen == [("block", 0), ("block", 1), ("block", 2)] * 2
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_rows_of_a_causal_model_see_themselves_and_what_is_before(attention):
+    model, inputs = make(f"gpt2-{attention}")
+    _, calls, _ = run(model, inputs)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    for call in calls:
+        visible = at_all_rows(call).visible.expand(2, 4, 9, 9)
+        assert torch.equal(visible[0], causal.expand(4, 9, 9))
+        assert torch.equal(visible[1, :, :6, :6], causal[:6, :6].expand(4, 6, 6))
+        assert not visible[1, :, :6, 6:].any()
+
+
+def test_weights_are_those_before_dropout():
+    torch.manual_seed(0)
+    model = headprobe.MultiHeadAttention(32, 4, dropout=0.5).train()
+    x = torch.randn(2, 9, 32)
+    for attended in (model, nn.TransformerEncoderLayer(32, 4, 37, dropout=0.5, batch_first=True)):
+        _, (call,), _ = run(attended, {"x" if attended is model else "src": x})
+        torch.testing.assert_close(whole(call).sum(-1), torch.ones(2, 4, 9))
+        assert call.output is None
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_dropout_draws_the_same_numbers_when_it_is_watched(attention):
+    model, inputs = make(f"bert-{attention}")
+    model.train()
+    torch.manual_seed(1)
+    alone = model(**inputs)[0]
+    torch.manual_seed(1)
+    watched, calls, _ = run(model, inputs)
+    assert torch.equal(watched[0], alone)
+    assert all(torch.allclose(whole(c).sum(-1), torch.ones(())) for c in calls)
+    assert model.training
+
+
+class Hooks:
+    """All hooks that a model has, the global ones included."""
+
+    def __init__(self, model):
+        self.seen = [
+            dict(hooks)
+            for module in model.modules()
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        ]
+        self.seen += [dict(modules._global_forward_hooks), dict(modules._global_forward_pre_hooks)]
+
+
+class Planned(Exception):
+    pass
+
+
+def fail(*args):
+    raise Planned
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["nowhere", "model", "observer", "interrupt"])
+def test_the_model_is_as_before(where):
+    model, inputs = make("bert-sdpa")
+    model.pooler.dense.register_forward_hook(fail if where == "model" else lambda *args: None)
+    model.train()
+    model.encoder.layer[0].eval()
+    flags = [module.training for module in model.modules()]
+    before, config = Hooks(model).seen, model.config.to_dict()
+    observed = []
+    observe = {"observer": fail, "interrupt": interrupt}.get(where, observed.append)
+    expected = {"nowhere": (), "interrupt": KeyboardInterrupt}.get(where, Planned)
+    if expected:
+        with pytest.raises(expected), Capture(model, observe):
+            model(**inputs)
+    else:
+        run(model, inputs)
+    assert Hooks(model).seen == before
+    assert model.config.to_dict() == config
+    assert [module.training for module in model.modules()] == flags
+    assert torch.overrides._get_current_function_mode_stack() == []
+    if where == "model":  # the last call waits for its W_O when the model fails: it is dropped
+        assert len(observed) == 1
+
+
+@pytest.mark.parametrize("name", ["bert-eager", "bert-sdpa", "torch_encoder"])
+def test_nothing_is_retained(name):
+    model, inputs = make(name)
+    kept = []
+
+    def observe(call):
+        tensors = (call.query, call.key, call.value, call.weights, call.mask, call.output)
+        kept.extend(weakref.ref(t) for t in tensors if t is not None and t is not inputs)
+
+    with torch.no_grad(), Capture(model, observe):
+        model(**inputs)
+        gc.collect()
+        alive = [ref() for ref in kept if ref() is not None]
+        assert len(kept) > 4
+        assert all(any(t is given for given in inputs.values()) for t in alive)
+
+
+GATED = ["bert-eager", "bert-sdpa", "llama-eager", "llama-sdpa", "nano", "nano_folded", "cross"]
+
+
+@pytest.mark.parametrize("name", [*GATED, "cross_separate", "reference_gqa"])
+def test_a_closed_gate_equals_a_zeroed_output_projection(name):
+    model, inputs = make(name)
+    _, calls, _ = run(model, inputs)
+    call = calls[-1]
+    gate = torch.ones(call.heads)
+    gate[1] = 0
+    gated, _, _ = run(model, inputs, gates={call.site: gate})
+    with torch.no_grad():
+        call.output_projection.per_head(call.heads)[1] = 0  # a view of the model's own weight
+        zeroed = first(model(**inputs))
+    torch.testing.assert_close(first(gated), zeroed, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert-eager", "bert-sdpa", "gpt2-sdpa", "cross"])
+def test_the_gradient_of_a_gate_is_the_central_difference(name):
+    model, inputs = make(name)
+    model = model.double()
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    site = run(model, inputs)[1][0].site
+
+    def loss(gate):
+        with Capture(model, gates={site: gate}):
+            return first(model(**inputs)).pow(2).sum()
+
+    gate = torch.ones(4, dtype=torch.double, requires_grad=True)
+    (slope,) = torch.autograd.grad(loss(gate), gate)
+    for head in range(4):
+        step = torch.zeros(4, dtype=torch.double)
+        step[head] = 1e-5
+        with torch.no_grad():
+            difference = (loss(gate + step) - loss(gate - step)) / 2e-5
+        torch.testing.assert_close(slope[head], difference, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gate_per_sequence():
+    model, inputs = make("bert-sdpa")
+    site = "encoder.layer.1.attention.self"
+    gates = torch.ones(2, 4)
+    gates[0] = 0
+    mixed, _, _ = run(model, inputs, gates={site: gates})
+    closed, _, _ = run(model, inputs, gates={site: torch.zeros(4)})
+    opened, _, _ = run(model, inputs)
+    torch.testing.assert_close(mixed[0][0], closed[0][0])
+    torch.testing.assert_close(mixed[0][1], opened[0][1])
+
+
+def test_gates_that_do_not_fit():
+    model, inputs = make("bert-sdpa")
+    site = "encoder.layer.1.attention.self"
+    with pytest.raises(
+        ValueError, match=r"gates\['.*self'\] has 8 entries, that layer has 4 heads"
+    ):
+        run(model, inputs, gates={site: torch.ones(8)})
+    with pytest.raises(HeadprobeError, match=r"gates for 'encoder\.layer' were never applied"):
+        run(model, inputs, gates={"encoder.layer": torch.ones(4)})
+
+
+def test_no_attention():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(dim=-1))
+    with pytest.raises(NoAttentionError, match="no softmax attention was seen") as caught:
+        run(model, {"input": torch.randn(2, 4)})
+    assert "run the plain PyTorch module" in str(caught.value)
+    model.config = type("Config", (), {"_attn_implementation": "flash_attention_2"})()
+    with pytest.raises(NoAttentionError, match="load it with attn_implementation='sdpa'"):
+        run(model, {"input": torch.randn(2, 4)})
+    with Capture(model):
+        pass  # nothing ran: nothing to complain about
+
+
+def test_a_softmax_that_is_no_attention_is_not_taken_for_one():
+    class Routed(Nano):
+        def __init__(self):
+            super().__init__(attend=flash)
+            self.router = nn.Linear(32, 3)
+            self.experts = nn.Parameter(torch.randn(3, 32, 32))
+
+        def forward(self, idx):
+            x = super().forward(idx)
+            share = self.router(x).softmax(dim=-1)
+            mixed = torch.einsum("bse,edf,bsd->bsf", share, self.experts, x)
+            return (mixed @ self.wte.weight.t()).softmax(dim=-1)
+
+    _, calls, capture = run(Routed().eval(), make("nano")[1])
+    assert [call.site for call in calls] == [""]
+    assert capture.unread == {}
+
+
+def test_a_map_that_cannot_be_followed_is_named():
+    def strange(q, k, v):
+        by_hand(q, k, v)
+        weights = (q @ k.transpose(-2, -1)).softmax(dim=-1)
+        return (weights[..., None] * v[:, :, None]).sum(dim=-2)
+
+    _, calls, capture = run(Nano(attend=strange).eval(), make("nano")[1])
+    assert len(calls) == 1
+    assert capture.unread == {"": "its result was never multiplied with values"}
+
+
+def test_fully_masked_rows_are_zeros_or_what_the_model_has():
+    model, inputs = make("cross")
+    mask = torch.zeros(5, 9, dtype=torch.bool)
+    mask[0] = True
+    _, (call,), _ = run(model, inputs | {"attn_mask": mask})
+    weights = whole(call)
+    assert torch.equal(weights[:, :, 0], torch.zeros(2, 4, 9))
+    torch.testing.assert_close(weights[:, :, 1:].sum(-1), torch.ones(2, 4, 4))
+
+
+def test_generate_with_a_cache():
+    model, inputs = make("gpt2-sdpa")
+    shapes = []
+    with torch.no_grad(), Capture(model, lambda call: shapes.append((call.queries, call.keys))):
+        model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=1)
+    assert shapes == [(9, 9)] * 2 + [(1, 10)] * 2 + [(1, 11)] * 2
+
+
+def test_captures_nest():
+    model, inputs = make("bert-eager")
+    outer, inner = [], []
+    with torch.no_grad(), Capture(model, outer.append), Capture(model, inner.append):
+        model(**inputs)
+    assert [c.site for c in outer] == [c.site for c in inner]
+    assert len(inner) == 2
+
+
+@pytest.mark.parametrize("name", ["bert-eager", "bert-sdpa", "llama-sdpa"])
+def test_weights_of_a_bfloat16_model_are_float32(name):
+    model, inputs = make(name)
+    _, calls, _ = run(model.bfloat16(), inputs)
+    for call in calls:
+        weights = whole(call)
+        assert weights.dtype == torch.float32
+        assert (weights.sum(-1) - 1).abs().max() < 5e-3
+        assert call.reconstruction_error(at_all_rows(call)) < 5e-2
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_fused_path_of_torch_is_left(batch_first):
+    torch.manual_seed(0)
+    model, inputs = torch_encoder(batch_first)
+    _, calls, _ = run(model.eval(), inputs)
+    assert [c.site for c in calls] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert all(not block.weights[1, ..., 6:].any() for c in calls for block in c.blocks(4))
+
+
+def test_sequences_that_are_not_batched():
+    torch.manual_seed(0)
+    model = Cross().eval()
+    inputs = {"query": torch.randn(5, 32), "key": torch.randn(9, 32)}
+    _, (call,), _ = run(model, inputs)
+    _, expected = model.attn(*inputs.values(), inputs["key"], average_attn_weights=False)
+    torch.testing.assert_close(whole(call)[0], expected)
+
+
+def test_keys_that_are_no_token_are_refused():
+    model = Cross(batch_first=True, add_bias_kv=True).eval()
+    inputs = {"query": torch.randn(2, 5, 32), "key": torch.randn(2, 9, 32)}
+    with pytest.raises(NoAttentionError, match=r"keys that are no token \(bias_k\)"):
+        run(model, inputs)
+
+
+def test_a_part_of_the_model_can_be_run_by_itself():
+    model, inputs = make("bart-sdpa")
+    calls = []
+    with torch.no_grad(), Capture(model, calls.append) as capture:
+        capture.mark(inputs)
+        model.encoder(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    assert [c.site for c in calls] == ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
+    assert calls[0].streams == ("input_ids", "input_ids")
+
+
+def test_gradients_flow_through_the_weights():
+    model, inputs = make("nano_flash")
+    with Capture(model, lambda call: whole(call).pow(2).sum().backward()):
+        model(**inputs)
+    assert model.c_attn.weight.grad[:64].abs().sum() > 0
+    assert F.normalize(model.c_attn.weight.grad, dim=0).isfinite().all()
