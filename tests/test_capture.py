@@ -208,7 +208,9 @@ def test_rows_of_a_causal_model_see_themselves_and_what_is_before(attention):
     _, calls, _ = run(model, inputs)
     causal = torch.ones(9, 9, dtype=torch.bool).tril()
     for call in calls:
-        visible = at_all_rows(call).visible.expand(2, 4, 9, 9)
+        block = at_all_rows(call)
+        visible = block.visible.expand(2, 4, 9, 9)
+        assert not block.weights[~visible].any()
         assert torch.equal(visible[0], causal.expand(4, 9, 9))
         assert torch.equal(visible[1, :, :6, :6], causal[:6, :6].expand(4, 6, 6))
         assert not visible[1, :, :6, 6:].any()

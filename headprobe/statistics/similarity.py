@@ -61,8 +61,9 @@ def pair_similarities(first: Tensor, second: Tensor) -> Tensor:
         [measures, rows, heads_a, heads_b], in the order of MEASURES.
     """
     js = js_divergence(first[:, :, None], second[:, None])
-    overlap = 1 - torch.cdist(first, second, p=1.0) / 2
-    unit_a, unit_b = (side / side.norm(dim=-1, keepdim=True) for side in (first, second))
+    overlap = (1 - torch.cdist(first, second, p=1.0) / 2).clamp_min(0.0)
+    tiny = torch.finfo(first.dtype).tiny
+    unit_a, unit_b = (s / s.norm(dim=-1, keepdim=True).clamp_min(tiny) for s in (first, second))
     cosine = unit_a @ unit_b.transpose(-1, -2)
     return torch.stack([1 - js / log(2), overlap, cosine])
 
