@@ -159,6 +159,57 @@ def einsum(q, k, v):
     return torch.einsum("bhij,bhjd->bhid", weights, v)
 
 
+def heads_last(q, k, v):
+    """[batch, length, heads, dim], as einsum is often written."""
+    q, k, v = (side.transpose(1, 2) for side in (q, k, v))
+    weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(dim=-1)
+    return torch.einsum("bhqk, bkhd -> bqhd", weights, v).transpose(1, 2)
+
+
+def any_axes(q, k, v):
+    weights = torch.einsum("...id,...jd->...ij", q, k).softmax(dim=-1)
+    return torch.einsum("...ij,...jd->...id", weights, v)
+
+
+class OneHead(nn.Module):
+    """One head, one sequence, no axis for either."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        return self.o((self.q(x) @ self.k(x).t()).softmax(dim=-1) @ self.v(x))
+
+
+class SequenceFirst(nn.Module):
+    """[length, batch, width], and batch and heads folded into one axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.o = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        sides = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (side.reshape(len(x), -1, 8).transpose(0, 1) for side in sides)
+        weights = torch.bmm(q, k.transpose(1, 2)).softmax(dim=-1)
+        return self.o(torch.bmm(weights, v).transpose(0, 1).reshape(x.shape))
+
+
+class Windows(nn.Module):
+    """[batch, windows, heads, length, dim], with a mask for each window."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x, mask):
+        q, k, v = (
+            side.unflatten(-1, (2, 4)).transpose(-2, -3) for side in self.qkv(x).chunk(3, dim=-1)
+        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 class Shared(nn.Module):
     """One attention module, called three times in a pass."""
 
@@ -210,6 +261,7 @@ def cross(masks=None, **options):
     return Cross(batch_first=True, **options), inputs | (masks or {})
 
 
+CAUSAL = torch.ones(5, 9, dtype=torch.bool).triu(1)
 PADDING = torch.arange(9).expand(2, 9) > torch.tensor([[8], [5]])
 FORBIDDEN = torch.zeros(5, 9, dtype=torch.bool).index_fill(1, torch.tensor([2, 3]), True)
 
@@ -219,6 +271,9 @@ PLAIN = {
     "nano_bound_early": lambda: (Nano(attend=bound_early), {"idx": ids()["input_ids"]}),
     "nano_folded": lambda: (Nano(attend=folded), {"idx": ids()["input_ids"]}),
     "nano_einsum": lambda: (Nano(attend=einsum), {"idx": ids()["input_ids"]}),
+    "nano_heads_last": lambda: (Nano(attend=heads_last), {"idx": ids()["input_ids"]}),
+    "nano_any_axes": lambda: (Nano(attend=any_axes), {"idx": ids()["input_ids"]}),
+    "one_head": lambda: (OneHead(), {"x": torch.randn(9, 8)}),
     "shared": lambda: (Shared(), {"x": torch.randn(2, 9, 32)}),
     "torch_encoder": torch_encoder,
     "torch_transformer": torch_transformer,
@@ -229,6 +284,7 @@ PLAIN = {
     "cross_separate": lambda: cross(kdim=24, vdim=24),
     "cross_padded": lambda: cross({"key_padding_mask": PADDING}),
     "cross_masked": lambda: cross({"attn_mask": FORBIDDEN, "key_padding_mask": PADDING}),
+    "cross_causal": lambda: cross({"attn_mask": CAUSAL, "is_causal": True}),
     "cross_float_mask": lambda: cross({"attn_mask": torch.randn(5, 9)}),
     "cross_float_and_padded": lambda: cross(
         {"attn_mask": torch.randn(5, 9), "key_padding_mask": PADDING.float() * -1e9}

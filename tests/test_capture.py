@@ -12,7 +12,18 @@ from torch.nn.modules import module as modules
 import headprobe
 from headprobe import Capture, HeadprobeError, NoAttentionError
 from headprobe.attention import weighted_values
-from tests.models import MODELS, PLAIN, Cross, Nano, by_hand, flash, make, torch_encoder
+from tests.models import (
+    MODELS,
+    PLAIN,
+    Cross,
+    Nano,
+    SequenceFirst,
+    Windows,
+    by_hand,
+    flash,
+    make,
+    torch_encoder,
+)
 
 OUTPUTS = ("encoder_attentions", "attentions", "decoder_attentions", "cross_attentions")
 
@@ -121,7 +132,8 @@ def test_the_output_projection_is_the_one_that_the_model_used(name):
         mixed = torch.einsum("bhqd,hdm->bqm", z, projection.per_head(call.heads))
         mixed = mixed if projection.bias is None else mixed + projection.bias
         if call.call == 0:
-            torch.testing.assert_close(mixed, outputs[projection.site], atol=1e-4, rtol=1e-4)
+            expected = outputs[projection.site].reshape(mixed.shape)
+            torch.testing.assert_close(mixed, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_projection_is_empty_where_something_lies_between():
@@ -307,7 +319,7 @@ def test_nothing_is_retained(name):
 GATED = ["bert-eager", "bert-sdpa", "llama-eager", "llama-sdpa", "nano", "nano_folded", "cross"]
 
 
-@pytest.mark.parametrize("name", [*GATED, "cross_separate", "reference_gqa"])
+@pytest.mark.parametrize("name", [*GATED, "cross_separate", "nano_heads_last", "reference_gqa"])
 def test_a_closed_gate_equals_a_zeroed_output_projection(name):
     model, inputs = make(name)
     _, calls, _ = run(model, inputs)
@@ -485,3 +497,88 @@ def test_gradients_flow_through_the_weights():
         model(**inputs)
     assert model.c_attn.weight.grad[:64].abs().sum() > 0
     assert F.normalize(model.c_attn.weight.grad, dim=0).isfinite().all()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_left_padding(attention):
+    model, inputs = make(f"gpt2-{attention}")
+    mask = inputs["attention_mask"].flip(-1)
+    inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+    _, calls, _ = run(model, inputs)
+    for call, expected in zip(calls, expected_maps(f"gpt2-{attention}", inputs), strict=True):
+        rows = at_all_rows(call)
+        torch.testing.assert_close(rows.weights[:, :, 3:], expected[:, :, 3:], atol=1e-5, rtol=0)
+        assert not rows.visible.expand(2, 4, 9, 9)[1, :, 3:, :3].any()
+
+
+@pytest.mark.parametrize("axes", [(3, 1), (3, 2), (1, 2)])
+def test_each_window_has_its_own_mask(axes):
+    mask = torch.rand(*axes, 5, 5) > 0.4
+    mask[..., 0] = True
+    _, (call,), _ = run(Windows().eval(), {"x": torch.randn(3, 3, 5, 8), "mask": mask})
+    assert call.heads == 6
+    assert call.reconstruction_error(at_all_rows(call)) < 1e-5
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_heads_that_cannot_be_told_from_the_batch_are_refused(length):
+    with pytest.raises(NoAttentionError, match="no attention map could be read"):
+        run(SequenceFirst().eval(), {"x": torch.randn(length, 2, 32)})
+
+
+@pytest.mark.parametrize("length", [2, 4, 9])
+def test_a_map_whose_rows_are_turned_into_heads_is_refused(length):
+    def turned(q, k, v):
+        weights = (q @ k.mT).softmax(dim=-1).transpose(1, 2)
+        return (weights @ v[:, :1]).transpose(1, 2)
+
+    with pytest.raises(NoAttentionError, match="never multiplied with values"):
+        run(Nano(attend=turned).eval(), {"idx": torch.ones(2, length, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("name", ["bert-eager", "bert-sdpa", "cross"])
+def test_a_gate_keeps_the_precision_of_the_model(name):
+    model, inputs = make(name)
+    inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    output, calls, _ = run(model.bfloat16(), inputs)
+    gated, _, _ = run(model, inputs, gates={calls[0].site: torch.ones(4)})
+    assert first(gated).dtype == torch.bfloat16
+    torch.testing.assert_close(first(gated), first(output))
+
+
+@pytest.mark.parametrize("name", ["bert-eager", "bert-sdpa", "cross"])
+def test_what_an_observer_computes_is_no_attention(name):
+    model, inputs = make(name)
+    seen = []
+
+    def observe(call):
+        seen.append(call.site)
+        call.reconstruction_error(at_all_rows(call))
+
+    with torch.no_grad(), Capture(model, observe) as outer, Capture(model, observe) as inner:
+        model(**inputs)
+    assert outer.calls == inner.calls == len(seen) / 2
+    assert outer.unread == inner.unread == {}
+
+
+def test_an_interrupted_pass_is_forgotten():
+    model, inputs = make("bert-sdpa")
+    seen = []
+    hook = model.encoder.layer[1].register_forward_hook(interrupt)
+    with torch.no_grad(), Capture(model, lambda call: seen.append(call.site)):
+        with pytest.raises(KeyboardInterrupt):
+            model(**inputs)
+        hook.remove()
+        seen.clear()
+        model(**inputs)
+    assert seen == [f"encoder.layer.{layer}.attention.self" for layer in range(2)]
+
+
+def test_a_compiled_model_is_seen():
+    model, inputs = make("nano")
+    model.compile(backend="eager")
+    with torch.no_grad():
+        before = model(**inputs)
+    observed, calls, _ = run(model, inputs)
+    assert len(calls) == 1
+    torch.testing.assert_close(observed, before)

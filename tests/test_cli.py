@@ -12,12 +12,12 @@ import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from tiny import WORDS, save_bert, save_mamba, save_t5
 
 from headprobe.cli import main
 from headprobe.errors import HeadprobeError
 from headprobe.profile import Profile
 from headprobe.terminal import progress
+from tests.tiny import WORDS, save_bert, save_mamba, save_t5
 
 COLUMNS = {
     "heads.csv": (

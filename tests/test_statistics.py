@@ -125,6 +125,12 @@ class TestPlaces:
         assert value(Distance, torch.eye(9)) == [0.0]
         assert value(DistanceRatio, torch.eye(9)) == [0.0]
 
+    def test_a_row_that_sees_one_key_far_away_has_a_distance_but_no_ratio(self):
+        weights = torch.tensor([[0, 0, 0, 1.0], [0, 1, 0, 0]])
+        seen = torch.tensor([[False, False, False, True], [True, True, True, True]])[None, None]
+        assert value(Distance, weights, visible=seen) == [1.5]
+        assert value(DistanceRatio, weights, visible=seen) == [0.0]
+
     @pytest.mark.parametrize(("statistic", "offset"), [(Previous, -1), (Current, 0), (Next, 1)])
     def test_a_perfect_head_has_mass_1_over_the_rows_that_have_such_a_key(self, statistic, offset):
         assert value(statistic, only(9, offset)) == [1.0]
@@ -164,6 +170,15 @@ class TestPlaces:
         weights[:, 2] = 1
         assert value(First, weights, key_valid=torch.arange(6)[None] >= 2) == [1.0]
 
+    def test_what_a_row_may_see_can_differ_by_head(self):
+        """A head with a window of one key beside a head that sees all."""
+        weights = torch.stack([torch.eye(4), uniform(4)])[None]
+        seen = torch.stack([torch.eye(4), torch.ones(4, 4)])[None].bool()
+        for statistic in (EntropyNormalized, DistanceRatio):
+            window, full = value(statistic, weights, visible=seen)
+            assert math.isnan(window)
+            assert full == pytest.approx(1)
+
     def test_mass_on_token_classes(self):
         weights = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0]])
         classes = {
@@ -201,6 +216,12 @@ class TestSink:
         weights[..., 0] = 1
         assert sink(weights, [20, 15]) == [1.0]
         assert math.isnan(sink(weights, [15, 15])[0])
+
+    def test_after_left_padding_the_first_token_is_the_sink(self):
+        weights = torch.zeros(1, 1, 20, 20)
+        weights[..., 3] = 1
+        some = torch.arange(20)[None] >= 3
+        assert sink(weights, [17], query_valid=some, key_valid=some) == [1.0]
 
     def test_the_threshold_itself_is_no_sink(self):
         weights = torch.zeros(1, 2, 20, 20, dtype=torch.double)
@@ -267,9 +288,17 @@ class TestSimilarity:
         weights = torch.stack([torch.zeros(4), torch.full((4,), 0.25)])[None]
         assert pair_similarities(weights, weights).isfinite().all()
 
+    def test_rounding_leaves_no_similarity_out_of_range(self):
+        """In float32 sharp rows would give -1e-7, and rows that are alike a cosine above 1."""
+        for sharpness in (0.3, 30.0):
+            weights = (sharpness * torch.randn(200, 5, 40)).softmax(-1)
+            found = pair_similarities(weights, weights)
+            assert found.min() >= 0
+            assert found.max() <= 1
+
     def test_pair_sums_are_means_over_rows(self):
         a, b = torch.rand(3, 40, 90).softmax(-1), torch.rand(2, 40, 90).softmax(-1)
-        sums = PairSums.of(a, b, block=5)
+        sums = PairSums.of([(a, b)], [5])
         expected = pair_similarities(a.transpose(0, 1), b.transpose(0, 1)).mean(dim=1)
         torch.testing.assert_close(sums.value(), expected.double(), atol=1e-6, rtol=0)
         assert sums.count.nonzero().tolist() == [[5]]

@@ -8,19 +8,22 @@ model has to be known by name.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from headprobe.capture.call import AttentionCall, Block, OutputProjection, visible_keys
 from headprobe.capture.flow import Trace
-from headprobe.capture.projection import output_projection
+from headprobe.capture.projection import Pending, output_projection
 from headprobe.capture.running import RunningModules
-from headprobe.capture.seams import Pending, Seams
+from headprobe.capture.seams import Seams
+from headprobe.capture.watch import Watch
 from headprobe.errors import HeadprobeError, NoAttentionError
 
 __all__ = ["AttentionCall", "Block", "Capture", "OutputProjection", "distinct", "visible_keys"]
@@ -73,13 +76,13 @@ class Capture:
         self._gates = dict(gates or {})
         self._gated: set[str] = set()
         self._running = RunningModules(model, self._finish_pass)
-        self._seams = Seams(self._running, self._deliver, self._gate)
+        self._watch = Watch(self._running, self._deliver, self._gate)
         self._stack = ExitStack()
 
     @property
     def unread(self) -> dict[str, str]:
         """Modules that seemed to attend but could not be read, and why."""
-        return dict(self._seams.unread)
+        return dict(self._watch.unread)
 
     def mark(self, inputs: Mapping[str, object]) -> None:
         """Name the tensors that the model is about to read, each a sequence of its own.
@@ -92,17 +95,19 @@ class Capture:
             if isinstance(tensor, Tensor) and not any(word in name for word in _NOT_CONTENT)
         ]
         for name, tensor in reversed(contents):  # the first name of a tensor given twice stays
-            self._seams.traces.set(tensor, Trace(stream=name))
+            self._watch.traces.set(tensor, Trace(stream=name))
         if contents:
-            self._seams.batch = len(contents[0][1]) if contents[0][1].dim() else None
+            self._watch.batch = len(contents[0][1]) if contents[0][1].dim() else None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:  # if one of these fails, those before it are undone
-            stack.callback(self._seams.discard)
+            stack.callback(self._watch.discard)
             self._running.install(stack)
             hook = self.model.register_forward_pre_hook(self._mark_arguments, with_kwargs=True)
             stack.callback(hook.remove)
-            stack.enter_context(self._seams)
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it loads slowly
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(Seams(self._watch))
             self._stack = stack.pop_all()
         return self
 
@@ -137,9 +142,9 @@ class Capture:
 
     def _finish_pass(self, returned: bool) -> None:
         if returned:
-            self._seams.finish_pass()
+            self._watch.finish_pass()
         else:
-            self._seams.discard()
+            self._watch.discard()
 
     def _gate(self, site: str, heads: int) -> Tensor | None:
         gate = self._gates.get(site)

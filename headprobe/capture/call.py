@@ -205,10 +205,6 @@ class AttentionCall:
         return Block(positions, weights, visible)
 
 
-def _slice_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
-    return tensor[:, :, start:stop]
-
-
 def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor[:, :, start:stop]
 

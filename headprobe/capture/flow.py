@@ -15,11 +15,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+# Functions that change the order of axes.
+_REORDERS = frozenset(
+    ("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT")
+)
+
 # Functions that move numbers about and change none.
-RESHAPES = frozenset(
+RESHAPES = _REORDERS | frozenset(
     (
-        *("view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten"),
-        *("squeeze", "unsqueeze", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT"),
+        *("view", "reshape", "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze"),
         *("view_as", "reshape_as", "clone", "detach", "alias", "data", "cpu", "cuda"),
         *("to", "type", "type_as", "float", "half", "bfloat16", "double"),
     )
@@ -86,7 +90,12 @@ class Trace:
         trace = self
         if trace.product and name in _ENDS_PRODUCT:
             trace = replace(trace, product=None)
-        if trace.softmaxed and not _is_still_a_map(source, result):
+        kept = _is_still_a_map(source, result)
+        if name in _REORDERS:
+            # A view's strides tell whether its last axes are still the rows and the keys; in
+            # which order the others are now is not followed, so that dropped weights are lost.
+            kept = kept and source.stride()[-2:] == result.stride()[-2:] and self.undropped is None
+        if trace.softmaxed and not kept:
             trace = replace(trace, softmaxed=None, scores=None, undropped=None)
         if trace.undropped is not None:
             trace = replace(trace, undropped=_like(trace.undropped, source, result))

@@ -22,6 +22,12 @@ def batch_first(tensor: Tensor) -> Tensor:
     return tensor[None] if tensor.dim() == 2 else tensor.transpose(0, 1)
 
 
+def keys_that_are_no_token(given: Keywords) -> str:
+    """The arguments that add keys beside those of the sequence; empty if there are none."""
+    extra = [name for name in ("bias_k", "static_k", "static_v") if given.get(name) is not None]
+    return ", ".join(extra + ["add_zero_attn"] * bool(given.get("add_zero_attn")))
+
+
 def gated(given: Keywords, gate: Tensor) -> Keywords:
     """Arguments of multi_head_attention_forward with the heads' values multiplied by the gate."""
     width = given["out_proj_weight"].shape[1]
@@ -30,6 +36,7 @@ def gated(given: Keywords, gate: Tensor) -> Keywords:
             f"a gate for nn.MultiheadAttention is [heads], got one per sequence: {gate.shape[0]}"
         )
     factor = gate.flatten().repeat_interleave(width // given["num_heads"])
+    factor = factor.to(given["out_proj_weight"])
     changed = dict(given)
     if given.get("use_separate_proj_weight"):
         changed["v_proj_weight"] = given["v_proj_weight"] * factor[:, None]

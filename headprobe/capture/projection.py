@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from headprobe.capture.call import AttentionCall, OutputProjection
 from headprobe.capture.flow import Consumers
+
+
+@dataclass
+class Pending:
+    """A call that waits for its W_O: the linear maps between it and the next attention call.
+
+    Attributes:
+        call: the attention call.
+        consumers: where its output went.
+        folded: whether batch and heads came as one axis, so that their sizes are a guess.
+    """
+
+    call: AttentionCall
+    consumers: Consumers
+    folded: bool = False
+
+    @property
+    def misread(self) -> bool:
+        """Whether the linear map that took the output shows that the guess was wrong."""
+        if not self.folded or self.consumers.obstacles:
+            return False
+        width = self.call.heads * self.call.value.shape[-1]
+        return any(taken.shape[-1] != width for *_, taken in self.consumers.maps)
 
 
 def output_projection(

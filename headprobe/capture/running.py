@@ -62,6 +62,9 @@ class RunningModules:
     def _enter(self, module: nn.Module, args: Any) -> None:  # noqa: ANN401
         if not self._ours(module):
             return
+        if self._stack and module is self._stack[0]:  # torch runs no hooks after Ctrl-C
+            self._stack.clear()
+            self._on_finish(False)
         if not self._stack:
             self._calls.clear()
             self._handled = sys.exc_info()[1]  # the caller may be in an `except` block

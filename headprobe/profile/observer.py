@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import combinations_with_replacement
-from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -241,15 +239,11 @@ class Observer:
                 yield key, self._compare_layers(a, b, both, first.key_valid)
 
     def _compare_layers(self, a: Tensor, b: Tensor, rows: Tensor, keys: Tensor) -> PairSums:
-        sums = [
-            PairSums.of(
-                a[text][:, rows[text]][..., keys[text]],
-                b[text][:, rows[text]][..., keys[text]],
-                block,
-            )
-            for text, block in enumerate(self._texts.blocks.tolist())
+        texts = [
+            (a[text][:, rows[text]][..., keys[text]], b[text][:, rows[text]][..., keys[text]])
+            for text in range(len(self._texts))
         ]
-        return reduce(add, sums)
+        return PairSums.of(texts, self._texts.blocks.tolist())
 
 
 def _audit(call: AttentionCall, sample: Block, key_valid: Tensor, error: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
@@ -31,7 +32,7 @@ def js_divergence(p: Tensor, q: Tensor) -> Tensor:
     Reference:
         Lin (1991), equation 4.1.
     """
-    return (entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2).clamp_min(0.0)
+    return (entropy((p + q).mul_(0.5)) - (entropy(p) + entropy(q)) / 2).clamp(0.0, log(2))
 
 
 def total_variation(p: Tensor, q: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def pair_similarities(first: Tensor, second: Tensor) -> Tensor:
     overlap = (1 - torch.cdist(first, second, p=1.0) / 2).clamp_min(0.0)
     tiny = torch.finfo(first.dtype).tiny
     unit_a, unit_b = (s / s.norm(dim=-1, keepdim=True).clamp_min(tiny) for s in (first, second))
-    cosine = unit_a @ unit_b.transpose(-1, -2)
+    cosine = (unit_a @ unit_b.transpose(-1, -2)).clamp_max(1.0)
     return torch.stack([1 - js / log(2), overlap, cosine])
 
 
@@ -81,23 +82,20 @@ class PairSums:
     count: Tensor
 
     @classmethod
-    def of(cls, first: Tensor, second: Tensor, block: int) -> PairSums:
-        """The sums over the rows of one text, which lies in resampling block `block`.
+    def of(cls, texts: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[int]) -> PairSums:
+        """The sums over some rows of some texts.
 
         Args:
-            first: attention weights of one layer, [heads_a, rows, keys].
-            second: weights of the other on the same rows and keys, [heads_b, rows, keys].
-            block: 0 to BLOCKS - 1.
+            texts: for each text the attention weights of the first layer, [heads_a, rows, keys],
+                and of the second on the same rows and keys, [heads_b, rows, keys].
+            blocks: the resampling block of each text, 0 to BLOCKS - 1.
         """
-        rows, keys = first.shape[1:]
-        total = torch.zeros(BLOCKS, len(MEASURES), first.shape[0], second.shape[0]).double()
-        count = torch.zeros(BLOCKS).double()
-        count[block] = rows
-        size = max(1, _LARGEST // (first.shape[0] * second.shape[0] * keys))
-        a, b = first.transpose(0, 1), second.transpose(0, 1)
-        for some_a, some_b in zip(a.split(size), b.split(size), strict=True):
-            similarities = pair_similarities(some_a.contiguous(), some_b.contiguous())
-            total[block] += similarities.double().sum(dim=1).cpu()
+        heads = texts[0][0].shape[0], texts[0][1].shape[0]
+        total = torch.zeros(BLOCKS, len(MEASURES), *heads, dtype=torch.float64)
+        count = torch.zeros(BLOCKS, dtype=torch.float64)
+        for (first, second), block in zip(texts, blocks, strict=True):
+            total[block] += _row_sums(first, second).cpu()
+            count[block] += first.shape[1]
         return cls(total, count)
 
     def __add__(self, other: PairSums) -> PairSums:
@@ -106,6 +104,16 @@ class PairSums:
     def value(self) -> Tensor:
         """Mean over rows, [measures, heads_a, heads_b]; NaN where no row counted."""
         return self.total.sum(dim=0) / self.count.sum()
+
+
+def _row_sums(first: Tensor, second: Tensor) -> Tensor:
+    """Every measure summed over rows, [measures, heads_a, heads_b], float64."""
+    total = first.new_zeros(len(MEASURES), first.shape[0], second.shape[0], dtype=torch.float64)
+    size = max(1, _LARGEST // (first.shape[0] * second.shape[0] * first.shape[2]))
+    a, b = (side.transpose(0, 1).contiguous() for side in (first, second))
+    for some_a, some_b in zip(a.split(size), b.split(size), strict=True):
+        total += pair_similarities(some_a, some_b).sum(dim=1, dtype=torch.float64)
+    return total
 
 
 _LARGEST = 2**20

@@ -1,0 +1,109 @@
+"""What is known while a model runs: its tensors' traces, and the call that waits for its W_O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprobe.capture.call import AttentionCall
+from headprobe.capture.flow import Consumers, Softmaxed, Trace, Traces
+from headprobe.capture.projection import Pending
+from headprobe.capture.running import RunningModules
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+FOLDED = "batch and heads can't be told apart"
+
+
+class Watch:
+    """The state that the seams share.
+
+    Args:
+        running: tells which module is running.
+        deliver: takes each call, with the linear maps that its output went to.
+        gate: what to multiply a call's heads by, given its site and number of heads; None for 1.
+
+    Attributes:
+        traces: what is known of each tensor.
+        batch: number of sequences that the model was given, if known.
+        unread: site -> reason, for modules that seemed to attend but could not be read.
+        softmaxes: those of this pass that may be attention.
+    """
+
+    def __init__(
+        self,
+        running: RunningModules,
+        deliver: Callable[[Pending], None],
+        gate: Callable[[str, int], Tensor | None],
+    ) -> None:
+        self.running = running
+        self.gate = gate
+        self.traces = Traces()
+        self.batch: int | None = None
+        self.unread: dict[str, str] = {}
+        self.softmaxes: list[Softmaxed] = []
+        self._deliver = deliver
+        self._pending: Pending | None = None
+
+    def _flush(self) -> None:
+        """Hand over the call that waits for its W_O."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            if pending.misread:
+                self.unreadable(pending.call.site, FOLDED)
+            else:
+                # What the observer computes is nobody's attention, not for a Capture around this.
+                with torch._C.DisableTorchFunction():
+                    self._deliver(pending)
+        finally:
+            pending.consumers.close()
+
+    def finish_pass(self) -> None:
+        """The outermost module has returned: nothing more will happen to what it left."""
+        self._flush()
+        for softmax in self.softmaxes:
+            if not softmax.used:
+                self.unread[softmax.site] = softmax.fate
+        self.softmaxes.clear()
+
+    def discard(self) -> None:
+        """Forget everything; a failed run leaves nothing behind."""
+        self._pending = None
+        self.softmaxes.clear()
+        self.traces.clear()
+
+    def await_projection(
+        self, call: AttentionCall, result: Tensor | None = None, *, folded: bool = False
+    ) -> None:
+        """Hold a call until the next one comes or the model returns.
+
+        Args:
+            call: the attention call.
+            result: its output, to be followed; None if W_O is known.
+            folded: whether batch and heads came as one axis.
+        """
+        self._flush()
+        consumers = Consumers()
+        self._pending = Pending(call, consumers, folded)
+        if result is not None:
+            self.traces.set(result, Trace(stream=call.streams[0], consumers=consumers))
+
+    def linear_map(self, x: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> None:
+        """A linear map took x; if x is an attention output, this may be W_O."""
+        trace = self.traces.of(x)
+        if trace.consumers is not None and not trace.consumers.closed:
+            if trace.obstacle is not None:
+                trace.consumers.obstacles.append(trace.obstacle)
+            trace.consumers.maps.append((self.running.site, weight, bias, x))
+        if trace.stream is not None:
+            self.traces.set(result, Trace(stream=trace.stream))
+
+    def unreadable(self, site: str, reason: str) -> None:
+        """A module seems to attend but can't be read."""
+        self.unread[site] = reason
