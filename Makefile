@@ -5,7 +5,7 @@ BIN = .venv/bin
 .PHONY: report test check fix clean
 
 report: .venv/run  ## analyse the embedded default model and print where the report lies
-	$(BIN)/headprobe analyze --out reports/minilm-l6
+	$(BIN)/headprobe analyze
 
 test: .venv/test  ## every test
 	$(BIN)/python -m pytest

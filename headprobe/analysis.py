@@ -43,8 +43,9 @@ class Settings:
         """On which rows heads are compared, given the number of texts."""
         if self.all_rows:
             return Sampling(rows=None, rows_across=None, seed=self.seed)
-        across = min(_WIDEST_SAMPLE, max(1, _ROWS_ACROSS // texts))
-        return Sampling(rows=_WIDEST_SAMPLE, rows_across=across, seed=self.seed)
+        across = max(1, _ROWS_ACROSS // texts)
+        few = None if across >= _WIDEST_SAMPLE else across  # None: as many as within a layer
+        return Sampling(rows=_WIDEST_SAMPLE, rows_across=few, seed=self.seed)
 
 
 def run_inputs(source: Source, batches: TextBatches) -> list[dict[str, Any]]:
@@ -132,7 +133,7 @@ def _summary(
             "similarity": settings.similarity,
             "seed": settings.seed,
             "rows": "all" if sampling.rows is None else sampling.rows,
-            "rows_across_layers": "all" if sampling.rows_across is None else sampling.rows_across,
+            "rows_across_layers": sampling.rows_across or "the same",
             "most_pairs": sampling.pairs,
             "dtype": str(source.dtype).removeprefix("torch."),
             "device": str(next(source.model.parameters()).device),

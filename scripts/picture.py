@@ -2,7 +2,7 @@
 
 Command:  python scripts/picture.py [RUN_DIR]        (default: reports/minilm-l6)
 Input:    RUN_DIR/report.html, as `headprobe analyze` writes it; Chromium on the PATH
-Output:   RUN_DIR/report.png
+Output:   RUN_DIR.png, beside it: a new run replaces the folder
 Time:     a few seconds
 """
 
@@ -11,11 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-SIZE = "1180,900"
+SIZE = "1180,1130"
 
 
 def main(run: Path) -> None:
     """Take the picture."""
+    picture = run.with_name(f"{run.name}.png")
     with tempfile.TemporaryDirectory() as profile:
         command = [
             "chromium",
@@ -24,11 +25,11 @@ def main(run: Path) -> None:
             *("--disable-component-update", "--disable-sync"),
             f"--user-data-dir={profile}",
             f"--window-size={SIZE}",
-            f"--screenshot={run / 'report.png'}",
+            f"--screenshot={picture}",
             (run / "report.html").resolve().as_uri(),
         ]
         subprocess.run(command, check=True, capture_output=True)
-    print(run / "report.png")
+    print(picture)
 
 
 if __name__ == "__main__":
