@@ -56,7 +56,7 @@ RULES = (
         "sink",
         0.5,
         "in {value:.0%} of the texts it puts more than 0.3 of its attention on the first key",
-        "Gu et al. 2025 for the 0.3; half of the texts: headprobe",
+        "Gu et al. 2024 for the 0.3; half of the texts: headprobe",
     ),
     Rule(
         "copy",

@@ -77,13 +77,6 @@ class Made:
         return total.in_blocks(torch.tensor(texts), torch.tensor(self.lengths)[texts])
 
 
-def measured(statistic, kind, **options):
-    sums = Made(kind, **options).sums(statistic)
-    if sums is None:
-        pytest.skip("there is no such figure between two sequences")
-    return sums
-
-
 def assert_same(a, b, tolerance):
     torch.testing.assert_close(a.value(), b.value(), atol=tolerance, rtol=0, equal_nan=True)
     torch.testing.assert_close(a.total, b.total, atol=20 * tolerance, rtol=tolerance)

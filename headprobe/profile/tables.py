@@ -229,7 +229,7 @@ _MEASURES_DESCRIBED: list[dict[str, Any]] = [
         "high": 1.0,
         "definition": "Mean over query rows of 1 − ½ Σ_j |A_ij^a − A_ij^b| (1 − total variation); "
         "rows that see one key are skipped.",
-        "source": "Bhojanapalli et al. 2021, section 3",
+        "source": "Bhojanapalli et al. 2021",
     },
     {
         "name": "cosine",

@@ -21,7 +21,7 @@ class OutputNorm(Statistic):
         "Mean over query rows of |z_i^h W_O^h|: how much the head adds to the residual stream. "
         "Empty where W_O could not be found."
     )
-    source = "Kobayashi et al. 2020, section 3 (norm of the head's output vector)"
+    source = "Kobayashi et al. 2020 (norm of the head's output vector)"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102

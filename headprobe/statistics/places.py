@@ -21,7 +21,7 @@ class Distance(Statistic):
     unit = "tokens"
     low, high = 0.0, None
     definition = "Mean over query rows of Σ_j A_ij |i − j|. Empty for cross-attention."
-    source = "Vig & Belinkov 2019, section 4.2; Dosovitskiy et al. 2021, appendix D.7 (pixels)"
+    source = "Vig & Belinkov 2019; Dosovitskiy et al. 2021, appendix D.7 (pixels)"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
@@ -111,7 +111,7 @@ class First(Statistic):
     unit = "fraction of attention"
     low, high = 0.0, 1.0
     definition = "Mean over query rows of the weight on the text's first key."
-    source = "Gu et al. 2025 (α_1)"
+    source = "Gu et al. 2024 (α_1)"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
@@ -168,7 +168,7 @@ class Sink(Statistic):
         f"Share of the texts of at least {SINK_MIN_TOKENS} tokens whose mean weight on the first "
         f"key is above {SINK_THRESHOLD}."
     )
-    source = "Gu et al. 2025 (Sink_1^ε with ε = 0.3, per text as in their code)"
+    source = "Gu et al. 2024 (Sink_1^ε with ε = 0.3, per text as in their code)"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102

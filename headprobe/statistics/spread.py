@@ -76,7 +76,7 @@ class Confidence(Statistic):
     unit = "fraction of attention"
     low, high = 0.0, 1.0
     definition = "Mean over query rows of max_j A_ij, over all keys, special tokens included."
-    source = "Voita et al. 2019, section 4 (there without the end-of-sentence key)"
+    source = "Voita et al. 2019 (there without the end-of-sentence key)"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
