@@ -51,7 +51,8 @@ def total_variation(p: Tensor, q: Tensor) -> Tensor:
 def pair_similarities(first: Tensor, second: Tensor) -> Tensor:
     """Every measure for every pair of heads, row by row.
 
-    `js_similarity` is 1 - JS/ln 2, `overlap` is 1 - total variation (Bhojanapalli et al. 2021), `cosine` the cosine of the rows. 1 means the same, 0 nothing in common.
+    `js_similarity` is 1 - JS/ln 2, `overlap` is 1 - total variation (Bhojanapalli et al. 2021),
+    `cosine` the cosine of the rows. 1 means the same, 0 nothing in common.
 
     Args:
         first: attention weights of some heads, [rows, heads_a, keys].
