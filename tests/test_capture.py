@@ -238,6 +238,17 @@ def test_weights_are_those_before_dropout():
         assert call.output is None
 
 
+@pytest.mark.parametrize("dropout", [F.dropout, torch.dropout])
+def test_dropout_that_is_off_leaves_the_output_comparable(dropout):
+    word = "training" if dropout is F.dropout else "train"
+
+    def attend(q, k, v):
+        return dropout((q @ k.mT).softmax(dim=-1), p=0.5, **{word: False}) @ v
+
+    _, (call,), _ = run(Nano(attend=attend), make("nano")[1])
+    assert call.output is not None
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_dropout_draws_the_same_numbers_when_it_is_watched(attention):
     model, inputs = make(f"bert-{attention}")

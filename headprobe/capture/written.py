@@ -49,7 +49,8 @@ def dropout(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tenso
     given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     before: Tensor = given["input"]
     trace = watch.traces.of(before)
-    acts = given.get("training", True) and given.get("p", 0.5) > 0
+    training = given.get("training", given.get("train", True))  # F.dropout's word, torch.dropout's
+    acts = training and given.get("p", 0.5) > 0
     undropped = before
     if acts and trace.softmaxed and given.get("inplace"):
         undropped = before.clone()
