@@ -1,9 +1,6 @@
-import matplotlib
 import pytest
 import torch
 from torch.nn.modules import module as modules
-
-matplotlib.use("agg")
 
 
 @pytest.fixture(autouse=True)
