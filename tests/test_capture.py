@@ -195,6 +195,15 @@ def test_kv_heads_of_the_reference(name, kv_heads):
     assert (call.heads, call.kv_heads) == (4, kv_heads)
 
 
+@pytest.mark.parametrize("padding", [slice(0, 3), slice(6, 9)])
+def test_padding_that_is_set_to_0_does_not_make_heads_equal(padding):
+    model, _ = make("reference")
+    x = torch.randn(1, 9, 32)
+    x[:, padding] = 0
+    _, (call,), _ = run(model, {"x": x})
+    assert call.kv_heads == 4
+
+
 def test_streams_of_plain_modules():
     _, calls, _ = run(*make("torch_transformer"))
     assert [c.streams for c in calls] == [

@@ -124,10 +124,12 @@ class AttentionCall:
         """Number of distinct key and value heads: less than `heads` in grouped-query attention.
 
         Models often repeat the key heads before they call the kernel, so equal neighbours count
-        as one (looked at in one position of the first sequence).
+        as one (looked at in three positions of the first sequence: some models set padding to 0,
+        where all heads are equal).
         """
         given = self.value.shape[1]
-        sides = [side[0, :, -1] for side in (self.key, self.value) if side is not None]
+        looked_at = [0, self.keys // 2, -1]
+        sides = [side[0][:, looked_at] for side in (self.key, self.value) if side is not None]
         for group in range(given, 1, -1):
             if given % group == 0 and all(_repeats(side, group) for side in sides):
                 return given // group
