@@ -219,7 +219,7 @@ _MEASURES_DESCRIBED: list[dict[str, Any]] = [
         "high": 1.0,
         "definition": "Mean over query rows of 1 − JS(A_i^a, A_i^b) / ln 2; rows that see one key "
         "are skipped.",
-        "source": "Lin 1991, equation 4.1; between heads Clark et al. 2019, section 6",
+        "source": "Lin 1991; between heads Clark et al. 2019",
     },
     {
         "name": "overlap",

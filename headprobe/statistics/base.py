@@ -187,7 +187,7 @@ def entropy(weights: Tensor) -> Tensor:
         tensor(1.0397)
 
     Reference:
-        Shannon (1948), section 6; natural logarithm as in Clark et al. (2019), section 3.3.
+        Shannon (1948); natural logarithm as in Clark et al. (2019).
     """
     # Multiplied and summed, not a matrix product: that one adds up term by term, which for long
     # rows is a hundred times less exact and depends on where the memory lies.

@@ -30,7 +30,7 @@ def js_divergence(p: Tensor, q: Tensor) -> Tensor:
         tensor(0.2158)
 
     Reference:
-        Lin (1991), equation 4.1.
+        Lin (1991), "Divergence Measures Based on the Shannon Entropy".
     """
     return (entropy((p + q).mul_(0.5)) - (entropy(p) + entropy(q)) / 2).clamp(0.0, log(2))
 

@@ -21,7 +21,7 @@ class Entropy(Statistic):
         "Mean over query rows of H_i = −Σ_j A_ij ln A_ij, with 0 ln 0 = 0; at most ln n_i for a "
         "row that may see n_i keys. Rows that see one key count, with 0."
     )
-    source = "Clark et al. 2019, section 3.3 (there smoothed; here exact)"
+    source = "Clark et al. 2019 (there smoothed; here exact)"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
@@ -95,7 +95,7 @@ class GeneralizedJS(Statistic):
         "Mean over query rows of H(mean of the heads' weights) − mean of the heads' entropies; 0 "
         "if all heads of the layer agree, at most ln(heads). Rows that see one key are skipped."
     )
-    source = "Lin 1991, equation 5.1; as head diversity Correia et al. 2019"
+    source = "Lin 1991; as head diversity Correia et al. 2019"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
