@@ -1037,3 +1037,16 @@ def test_the_default_model_has_a_previous_token_head():
     assert all(layer.reconstruction_error < 1e-5 for layer in result.measured)
     assert all(layer.no_projection == "" for layer in result.measured)
     assert result.heads().drop(columns="stack").notna().all(axis=None)
+
+
+def test_the_padding_of_keys_is_not_that_of_other_queries():
+    """Two sequences of one length: every query counts, whatever keys are padding."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    query, key = torch.randn(1, 6, 8), torch.randn(1, 6, 8)
+    padding = torch.tensor([[False] * 4 + [True] * 2])
+    inputs = {"query": query, "key": key, "value": key}
+    padded = profile(attention, [{**inputs, "key_padding_mask": padding}]).heads()
+    short = {"query": query, "key": key[:, :4], "value": key[:, :4]}
+    alone = profile(attention, [short]).heads()
+    for column in ("entropy", "first", "output_norm"):
+        np.testing.assert_allclose(padded[column], alone[column], atol=2e-6)

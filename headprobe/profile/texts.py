@@ -166,7 +166,10 @@ _IDS = (torch.int64, torch.int32)
 
 def _mask(name: str, batch: Mapping[str, Any]) -> Tensor | None:
     """True for the tokens of an input, or None if nothing tells them from padding."""
-    for padding in (f"{name}_key_padding_mask", "key_padding_mask"):
+    paddings = [f"{name}_key_padding_mask"]
+    if batch.get("key", batch[name]) is batch[name]:  # not the queries of cross-attention
+        paddings.append("key_padding_mask")
+    for padding in paddings:
         mask = batch.get(padding)
         if isinstance(mask, Tensor):
             return ~mask if mask.dtype == torch.bool else mask == 0
