@@ -17,6 +17,7 @@ from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headprobe.attention import MultiHeadAttention
 from headprobe.capture import AttentionCall, Capture
 from headprobe.errors import HeadprobeError
 from headprobe.inputs import batch_texts, load_model, sample_texts
@@ -1050,3 +1051,13 @@ def test_the_padding_of_keys_is_not_that_of_other_queries():
     alone = profile(attention, [short]).heads()
     for column in ("entropy", "first", "output_norm"):
         np.testing.assert_allclose(padded[column], alone[column], atol=2e-6)
+
+
+def test_a_map_of_some_query_rows_is_left_out():
+    """Which tokens the rows of a block are can't be told: no distance is made up for them."""
+    model = MultiHeadAttention(16, 2)
+    inputs = {"x": torch.randn(2, 9, 16), "is_causal": True}
+    assert profile(model, [{**inputs, "block_size": 9}]).left_out == {}
+    in_blocks = profile(model, [{**inputs, "block_size": 4}])
+    assert in_blocks.measured == ()
+    assert in_blocks.left_out == {"": "its map has 4 of the 9 query rows (blocks, or a cache)"}

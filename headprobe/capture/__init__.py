@@ -26,7 +26,15 @@ from headprobe.capture.seams import Seams
 from headprobe.capture.watch import Watch
 from headprobe.errors import HeadprobeError, NoAttentionError
 
-__all__ = ["AttentionCall", "Block", "Capture", "OutputProjection", "distinct", "visible_keys"]
+__all__ = [
+    "AttentionCall",
+    "Block",
+    "Capture",
+    "OutputProjection",
+    "distinct",
+    "is_content",
+    "visible_keys",
+]
 
 # Inputs whose positions are not a sequence of their own.
 _NOT_CONTENT = ("mask", "position", "token_type", "segment", "label", "cache", "past")
@@ -92,7 +100,7 @@ class Capture:
         contents = [
             (name, tensor)
             for name, tensor in inputs.items()
-            if isinstance(tensor, Tensor) and not any(word in name for word in _NOT_CONTENT)
+            if isinstance(tensor, Tensor) and is_content(name)
         ]
         for name, tensor in reversed(contents):  # the first name of a tensor given twice stays
             self._watch.traces.set(tensor, Trace(stream=name))
@@ -182,6 +190,11 @@ class Capture:
             "linear-attention models), or compute it where torch can't be watched (TorchScript, "
             "a custom kernel, another thread); run the plain PyTorch module in this thread"
         )
+
+
+def is_content(name: str) -> bool:
+    """Whether a model input of this name is a sequence, not something told about one."""
+    return not any(word in name for word in _NOT_CONTENT)
 
 
 def distinct(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Observer:
         """Measure the call, or note why it is left out."""
         sides = self._sides(call)
         if isinstance(sides, str):
-            self._left_out[call.site] = sides
+            self._left_out.setdefault(call.site, sides)
             return
         query_valid, key_valid = sides
         index, real = self._texts.sample(query_valid, self._sampling.rows)
@@ -104,7 +104,7 @@ class Observer:
         error = call.reconstruction_error(sample)
         reason = _audit(call, sample, key_valid, error)
         if reason:
-            self._left_out[call.site] = reason
+            self._left_out.setdefault(call.site, reason)
             return
         # Keys of another number are another sequence, if only a pooled one: key i isn't query i.
         is_cross = call.streams[0] != call.streams[1] or call.queries != call.keys
@@ -161,6 +161,10 @@ class Observer:
         """Which queries and keys are no padding, or why that can't be told."""
         if call.batch != len(self._texts):
             return f"its map has {call.batch} sequences, the batch has {len(self._texts)} texts"
+        same = call.streams[0] is not None and call.streams[0] == call.streams[1]
+        if same and call.queries < call.keys:
+            # Rows of a block, or after a cache: which tokens they are is not known.
+            return f"its map has {call.queries} of the {call.keys} query rows (blocks, or a cache)"
         device = call.value.device
         masks = [
             self._texts.mask(stream, length, device)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headprobe.capture import is_content
 from headprobe.errors import HeadprobeError
 from headprobe.statistics import BLOCKS
 
@@ -19,9 +20,6 @@ SHORT_TEXT = 64
 
 TOKEN_CLASSES = ("special", "punctuation")
 """The classes of tokens that there are statistics for."""
-
-# Inputs that tell something about the text and are not the text: they change with its padding.
-_NOT_TEXT = ("mask", "position", "token_type", "segment", "label")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +127,8 @@ def read_batch(
     contents = {
         name: value
         for name, value in batch.items()
-        if isinstance(value, Tensor)
-        and value.dim() >= 2
-        and not any(word in name for word in _NOT_TEXT)
+        # What is told about a text is not the text: it may change with the padding.
+        if isinstance(value, Tensor) and value.dim() >= 2 and is_content(name)
     }
     if not contents:
         raise ValueError(
