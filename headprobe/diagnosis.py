@@ -140,12 +140,16 @@ def diagnose(
     carried = flags.groupby(HEAD_KEY, sort=False)["flag"].agg(";".join).to_dict()
     keys = list(heads[HEAD_KEY].itertuples(index=False, name=None))
     in_group = pd.Series([grouped.get(key) for key in keys], index=heads.index, dtype="Int64")
-    diagnosed = heads.assign(
+    # Columns keep their places: statistics of later versions come after the verdict.
+    order = list(heads.columns)
+    settled = order.index("nearest_similarity") + 1 if "nearest_similarity" in order else len(order)
+    diagnosed = heads[order[:settled]].assign(
         **dict.fromkeys(_LATER, np.nan),
         group=in_group,
         roles="",
         verdict=np.where(in_group.isna(), "", "similar"),
         flags=[carried.get(key, "") for key in keys],
+        **heads[order[settled:]],
     )
     count = groups.groupby(LAYER_KEY, sort=False).size().to_dict()
     layer_keys = layers[LAYER_KEY].itertuples(index=False, name=None)

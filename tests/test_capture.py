@@ -494,13 +494,6 @@ def test_sequences_that_are_not_batched():
     torch.testing.assert_close(whole(call)[0], expected)
 
 
-def test_keys_that_are_no_token_are_refused():
-    model = Cross(batch_first=True, add_bias_kv=True).eval()
-    inputs = {"query": torch.randn(2, 5, 32), "key": torch.randn(2, 9, 32)}
-    with pytest.raises(NoAttentionError, match=r"keys that are no token \(bias_k\)"):
-        run(model, inputs)
-
-
 def test_a_part_of_the_model_can_be_run_by_itself():
     model, inputs = make("bart-sdpa")
     calls = []

@@ -303,7 +303,7 @@ def test_columns_are_those_of_the_output_contract():
     spread = ["entropy", "entropy_normalized", "confidence", "effective_support"]
     where = ["distance", "distance_ratio", "previous", "current", "next", "first", "special"]
     heads = ["kind", "stack", "layer", "head", "site", "kv_group", *spread, *where, "punctuation"]
-    heads += ["sink", "output_norm", *nearest, "nearest_similarity"]
+    heads += ["sink", "output_norm", *nearest, "nearest_similarity", "missing"]
     pairs = [f"{name}_{side}" for side in "ab" for name in HEAD_KEY]
     pairs += ["js_similarity", "overlap", "cosine", "cka", "output_cosine", "js_null", "js_no_sink"]
     layers = ["kind", "stack", "layer", "heads", "entropy_mean", "entropy_normalized_mean"]
@@ -824,28 +824,28 @@ def test_double_precision_models_are_measured():
 # -- what can't be shown ------------------------------------------------------------------------
 
 
-class WithSink(nn.Module):
-    """Two layers; the second has a sink column that is dropped after the softmax."""
+class Halved(nn.Module):
+    """Two layers; the weights of the second are halved, so that its rows do not sum to 1."""
 
     def __init__(self, *, plain: bool = True) -> None:
         super().__init__()
         self.plain = Absolute() if plain else None
-        self.sunk = nn.Linear(8, 24)
+        self.halved = nn.Linear(8, 24)
         self.embed = nn.Embedding(20, 8)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
         if self.plain is not None:
             x = x + self.plain(input_ids)
-        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.sunk(x).chunk(3, dim=-1))
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.halved(x).chunk(3, dim=-1))
         scores = q @ k.transpose(-1, -2)
-        weights = F.pad(scores, (0, 1)).softmax(dim=-1)[..., :-1]
+        weights = scores.softmax(dim=-1) / 2
         return (weights @ v).transpose(1, 2).flatten(2)
 
 
 def test_rows_that_dont_sum_to_one_are_left_out_with_the_reason():
     torch.manual_seed(0)
-    model = WithSink()
+    model = Halved()
     batches = [{"input_ids": torch.tensor([text])} for text in SHORT[:2]]
     result = profile(model, batches)
     assert list(result.left_out) == [""]
@@ -865,7 +865,7 @@ def test_a_batch_axis_that_is_not_first_is_left_out_with_the_reason():
 
 def test_a_model_of_which_nothing_remains_has_empty_tables(tmp_path):
     torch.manual_seed(0)
-    result = profile(WithSink(plain=False), [{"input_ids": torch.tensor([[3, 4, 5]])}])
+    result = profile(Halved(plain=False), [{"input_ids": torch.tensor([[3, 4, 5]])}])
     assert result.measured == ()
     assert result.left_out.keys() == {""}
     assert result.texts == 1
@@ -877,7 +877,7 @@ def test_a_model_of_which_nothing_remains_has_empty_tables(tmp_path):
 
 def test_a_layer_left_out_of_one_batch_is_left_out_of_all():
     torch.manual_seed(0)
-    model = WithSink()
+    model = Halved()
     good = profile(model, [{"input_ids": torch.tensor([[3, 4, 5]])}])
     refused = replace(good, left_out={"plain": "a reason"}, measured=(), pair_sums={})
     for both in (good + refused, refused + good):
@@ -1037,7 +1037,7 @@ def test_the_default_model_has_a_previous_token_head():
     assert result.heads()["previous"].max() > 0.9
     assert all(layer.reconstruction_error < 1e-5 for layer in result.measured)
     assert all(layer.no_projection == "" for layer in result.measured)
-    assert result.heads().drop(columns="stack").notna().all(axis=None)
+    assert result.heads().drop(columns=["stack", "missing"]).notna().all(axis=None)
 
 
 def test_the_padding_of_keys_is_not_that_of_other_queries():

@@ -23,11 +23,13 @@ class Block(NamedTuple):
         weights: attention weights, float32 (float64 for a float64 model),
             [batch, heads, rows, keys].
         visible: True where the row may see the key; broadcasts to the shape of `weights`.
+        extra: weights on keys that are no position, [batch, heads, rows, extra_keys], or None.
     """
 
     positions: Tensor
     weights: Tensor
     visible: Tensor
+    extra: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,15 +65,18 @@ class AttentionCall:
         seam: the function it was seen at: `sdpa`, `softmax` or `multi_head_attention_forward`.
         streams: names of the model inputs that the positions of queries and keys come from.
         query: [batch, heads, queries, dim], after rotary embedding, or None.
-        key: [batch, kv_heads, keys, dim], or None.
-        value: [batch, kv_heads, keys, dim_v].
-        mask: broadcasts to [batch, heads, queries, keys]; True attends, or a float that is added
-            to the scores.
+        key: [batch, kv_heads, keys + extra_keys, dim], or None.
+        value: [batch, kv_heads, keys + extra_keys, dim_v].
+        mask: broadcasts to [batch, heads, queries, keys + extra_keys]; True attends, or a float
+            that is added to the scores.
         is_causal: key j is visible to query i if j <= i, on top of the mask.
         scale: factor on the scores; None is 1/sqrt(dim).
         weights: [batch, heads, queries, keys] before dropout, or None.
         output: what the model computed from them: z, [batch, heads, queries, dim_v], or, if
             `output_is_projected`, z after W_O, [batch, queries, d_model]; None if dropout acted.
+        extra_keys: how many keys at the end are no position of a sequence (learned ones, zeros).
+        sink: whether rows may sum to less than 1, part of the attention going to no position:
+            there are extra keys, or a learned score without a key (a sink's column).
         output_is_projected: whether `output` is after W_O.
         output_projection: W_O, or None.
         no_projection: why there is no `output_projection`.
@@ -89,6 +94,8 @@ class AttentionCall:
     scale: float | None = None
     weights: Tensor | None = None
     output: Tensor | None = None
+    extra_keys: int = 0
+    sink: bool = False
     output_is_projected: bool = False
     output_projection: OutputProjection | None = None
     no_projection: str = ""
@@ -116,8 +123,8 @@ class AttentionCall:
 
     @property
     def keys(self) -> int:
-        """Number of key positions."""
-        return self.value.shape[2]
+        """Number of key positions, extra keys left out."""
+        return self.value.shape[2] - self.extra_keys
 
     @property
     def kv_heads(self) -> int:
@@ -156,6 +163,17 @@ class AttentionCall:
 
         return self._block(pick, index)
 
+    def head_outputs(self, block: Block) -> Tensor:
+        """Weights · V, the heads' outputs before W_O, [batch, heads, rows, dim_v].
+
+        Args:
+            block: rows from `at()` or `blocks()`.
+        """
+        z = weighted_values(block.weights, self.value[:, :, : self.keys])
+        if block.extra is not None:
+            z = z + weighted_values(block.extra, self.value[:, :, self.keys :])
+        return z
+
     @torch.no_grad()
     def reconstruction_error(self, block: Block) -> float | None:
         """How far weights · V is from what the model computed, relative to its largest entry.
@@ -169,7 +187,7 @@ class AttentionCall:
         """
         if self.output is None:
             return None
-        rebuilt = weighted_values(block.weights, self.value)
+        rebuilt = self.head_outputs(block)
         index = block.positions
         if self.output_is_projected:
             assert self.output_projection is not None
@@ -191,7 +209,7 @@ class AttentionCall:
             mask = pick(mask)
         allowed = None
         if self.is_causal:
-            keys = torch.arange(self.keys, device=positions.device)
+            keys = torch.arange(self.keys + self.extra_keys, device=positions.device)
             allowed = _four_axes(keys <= positions[..., None], batched=positions.dim() == 2)
         if self.weights is not None:
             weights = pick(self.weights)
@@ -204,7 +222,10 @@ class AttentionCall:
         visible = _combine(None if mask is None else visible_keys(mask), allowed)
         if visible is None:
             visible = torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=positions.device)
-        return Block(positions, weights, visible)
+        if not self.extra_keys:
+            return Block(positions, weights, visible)
+        weights, extra = weights.split([self.keys, self.extra_keys], dim=-1)
+        return Block(positions, weights, visible[..., : self.keys], extra)
 
 
 def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:

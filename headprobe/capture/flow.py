@@ -71,8 +71,9 @@ class Trace:
         stream: the model input that its positions come from.
         product: streams of the queries and keys whose scores it holds.
         softmaxed: the softmax whose weights it holds.
-        scores: what went into that softmax.
+        scores: what went into that softmax, laid out like the weights.
         undropped: the weights before dropout, where dropout has acted on them.
+        sink: whether a column of the weights has been dropped: a learned sink's.
         consumers: for an attention output: where it goes.
         obstacle: what has changed the attention output since, if anything.
     """
@@ -82,6 +83,7 @@ class Trace:
     softmaxed: Softmaxed | None = None
     scores: Tensor | None = None
     undropped: Tensor | None = None
+    sink: bool = False
     consumers: Consumers | None = None
     obstacle: str | None = None
 
@@ -96,7 +98,10 @@ class Trace:
             # which order the others are now is not followed, so that dropped weights are lost.
             kept = kept and source.stride()[-2:] == result.stride()[-2:] and self.undropped is None
         if trace.softmaxed and not kept:
-            trace = replace(trace, softmaxed=None, scores=None, undropped=None)
+            trace = replace(trace, softmaxed=None, scores=None, undropped=None, sink=False)
+        elif trace.softmaxed and result.shape[-1] < source.shape[-1]:
+            scores = None if trace.scores is None else _columns(trace.scores, source, result)
+            trace = replace(trace, scores=scores, sink=True)
         if trace.undropped is not None:
             trace = replace(trace, undropped=_like(trace.undropped, source, result))
         if trace.consumers and trace.obstacle is None and name not in RESHAPES:
@@ -173,6 +178,7 @@ def _merge(first: Trace, second: Trace) -> Trace:
         softmaxed=first.softmaxed or second.softmaxed,
         scores=second.scores if first.scores is None else first.scores,
         undropped=second.undropped if first.undropped is None else first.undropped,
+        sink=first.sink or second.sink,
         consumers=first.consumers or second.consumers,
         obstacle=first.obstacle or second.obstacle,
     )
@@ -189,5 +195,18 @@ def _is_still_a_map(source: Tensor, result: Tensor) -> bool:
 def _like(kept: Tensor, source: Tensor, result: Tensor) -> Tensor | None:
     """The weights before dropout in the shape that the dropped ones have now."""
     if result.shape[-1] != source.shape[-1]:
-        kept = kept[..., : result.shape[-1]]
+        columns = _columns(kept, source, result)
+        if columns is None:
+            return None
+        kept = columns
     return kept.reshape(result.shape) if kept.numel() == result.numel() else None
+
+
+def _columns(kept: Tensor, source: Tensor, result: Tensor) -> Tensor | None:
+    """All columns but the first or the last, as `result` has them of `source`; None if unknown."""
+    if kept.shape[-1] != source.shape[-1]:
+        return None
+    if source.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():
+        return None
+    start = int(result.storage_offset() != source.storage_offset())
+    return kept[..., start : start + result.shape[-1]]

@@ -77,10 +77,6 @@ def multi_head_attention(watch: Watch, func: Any, args: Arguments, kwargs: Keywo
     output: Tensor = result[0]
     streams = (watch.traces.of(given["query"]).stream, watch.traces.of(given["key"]).stream)
     watch.traces.set(output, Trace(stream=streams[0]))
-    extra = multihead.keys_that_are_no_token(given)
-    if extra:
-        watch.unreadable(site, f"there are keys that are no token ({extra})")
-        return result
     dropped = given.get("training", True) and given.get("dropout_p", 0.0) > 0
     call = AttentionCall(
         site=site,

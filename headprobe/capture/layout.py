@@ -88,10 +88,9 @@ def unstack(tensor: Tensor, queries: int) -> Tensor:
 
 def visible_in_scores(scores: Tensor | None, weights: Tensor) -> Tensor:
     """What the mask left visible, read off the scores; kept for one head where heads agree."""
-    if scores is None or scores.shape[-2] != weights.shape[-2]:
+    if scores is None or scores.shape[-2:] != weights.shape[-2:]:
         return weights > 0
-    visible = visible_keys(scores)[..., : weights.shape[-1]]
-    visible = visible.reshape(weights.shape)
+    visible = visible_keys(scores).reshape(weights.shape)
     if bool((visible == visible[:, :1]).all()):
         return visible[:, :1].clone()
     return visible

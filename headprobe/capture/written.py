@@ -5,6 +5,7 @@ Each seam runs the model's own function with its own arguments and returns its o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def dropout(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tenso
     elif trace.softmaxed:
         watch.traces.set(
             result,
-            Trace(trace.stream, trace.product, trace.softmaxed, trace.scores, undropped),
+            replace(trace, undropped=undropped),
         )
     else:
         watch.traces.pass_on("dropout", (before,), result)
@@ -139,6 +140,7 @@ def _weighted(
         value=v,
         mask=visible_in_scores(trace.scores, w),
         output=z if trace.undropped is None and gate is None else None,
+        sink=trace.sink,
     )
     watch.await_projection(call, result, folded=consumed.dim() == 3)
     return result

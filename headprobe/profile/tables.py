@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from headprobe.profile.sums import Address, Layer, Profile
-from headprobe.statistics import MEASURES, STATISTICS, Statistic
+from headprobe.statistics import MEASURES, STATISTICS, OutputNorm, Statistic
 
 HEAD_KEY = ("kind", "stack", "layer", "head")
 """The columns that name a head."""
@@ -23,7 +23,7 @@ _CONFIDENCE = 0.95
 
 
 def heads(profile: Profile) -> pd.DataFrame:
-    """A row per head: its key, site and key-value group, every statistic, its nearest head."""
+    """A row per head: its key, site and key-value group, its nearest head, every statistic."""
     names = [statistic.name for statistic in STATISTICS]
     rows = [
         {
@@ -37,7 +37,9 @@ def heads(profile: Profile) -> pd.DataFrame:
         for key in keys
     ]
     table = pd.DataFrame(rows, columns=[*HEAD_KEY, "site", "kv_group", *names])
-    return pd.concat([table, _nearest(profile, table)], axis=1)
+    # Columns keep their places: what was thought of later comes at the end.
+    later = names[STATISTICS.index(OutputNorm) + 1 :]
+    return pd.concat([table.drop(columns=later), _nearest(profile, table), table[later]], axis=1)
 
 
 def pairs(profile: Profile) -> pd.DataFrame:

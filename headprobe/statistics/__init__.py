@@ -1,12 +1,13 @@
 """Figures of attention heads, as sums that merge: `+` adds texts, batches, ranks and machines."""
 
-from headprobe.statistics.base import BLOCKS, Rows, Statistic, entropy
+from headprobe.statistics.base import BLOCKS, Rows, Statistic, entropy, with_missing_mass
 from headprobe.statistics.output import OutputNorm
 from headprobe.statistics.places import (
     Current,
     Distance,
     DistanceRatio,
     First,
+    Missing,
     Next,
     Previous,
     Punctuation,
@@ -43,8 +44,9 @@ STATISTICS: tuple[type[Statistic], ...] = (
     Punctuation,
     Sink,
     OutputNorm,
+    Missing,
 )
-"""The statistics per head, in the order of the columns of heads.csv."""
+"""The statistics per head, in the order of the columns of heads.csv, new ones at its end."""
 
 LAYER_STATISTICS: tuple[type[Statistic], ...] = (GeneralizedJS,)
 """The statistics per layer."""
@@ -54,6 +56,7 @@ __all__ = [
     "LAYER_STATISTICS",
     "MEASURES",
     "STATISTICS",
+    "OutputNorm",
     "PairSums",
     "Rows",
     "Statistic",
@@ -61,4 +64,5 @@ __all__ = [
     "js_divergence",
     "pair_similarities",
     "total_variation",
+    "with_missing_mass",
 ]

@@ -27,6 +27,8 @@ class Rows:
         visible: True where the row may see the key, broadcasts to the shape of `weights`.
         self_attention: whether queries and keys are positions of the same sequence, so that
             there is a distance between them.
+        sink: whether part of a row's attention may go to no key, its weights then summing to less
+            than 1.
         classes: token class -> True for the keys in it, [batch, keys].
         z: the heads' outputs before W_O, [batch, heads, rows, dim_v], or None.
         projection_gram: W_O^h W_O^h^T of each head, [heads, dim_v, dim_v], or None.
@@ -38,6 +40,7 @@ class Rows:
     key_valid: Tensor
     visible: Tensor
     self_attention: bool = True
+    sink: bool = False
     classes: Mapping[str, Tensor] = field(default_factory=dict)
     z: Tensor | None = None
     projection_gram: Tensor | None = None
@@ -63,9 +66,24 @@ class Rows:
         return self.valid & (self.seen_count >= 2)
 
     @cached_property
+    def missing(self) -> Tensor:
+        """Mass that goes to no key, [batch, heads, rows]."""
+        return missing_mass(self.weights)
+
+    @cached_property
+    def distributions(self) -> Tensor:
+        """The weights, and beside them the mass that goes to no key: rows that sum to 1."""
+        return with_missing_mass(self.weights) if self.sink else self.weights
+
+    @cached_property
     def entropy(self) -> Tensor:
-        """Entropy of each row in nats, [batch, heads, rows]."""
-        return entropy(self.weights)
+        """Entropy of each row in nats, [batch, heads, rows]; mass on no key is an outcome too."""
+        return entropy(self.distributions)
+
+    @cached_property
+    def largest_entropy(self) -> Tensor:
+        """Ln n_i, [batch, heads or 1, rows]; with a sink ln(n_i + 1)."""
+        return (self.seen_count.clamp_min(2) + self.sink).log()
 
     @cached_property
     def distances(self) -> Tensor:
@@ -171,6 +189,16 @@ class Statistic(ABC):
     def value(self) -> Tensor:
         """The figure of each head, [heads]; NaN where no row counted."""
         return self.total.sum(dim=0) / self.count.sum(dim=0)
+
+
+def missing_mass(weights: Tensor) -> Tensor:
+    """What the last axis lacks to a sum of 1, [...]."""
+    return (1 - weights.sum(dim=-1)).clamp_min(0.0)
+
+
+def with_missing_mass(weights: Tensor) -> Tensor:
+    """The weights and, as one more entry of the last axis, what they lack to a sum of 1."""
+    return torch.cat([weights, missing_mass(weights)[..., None]], dim=-1)
 
 
 def entropy(weights: Tensor) -> Tensor:

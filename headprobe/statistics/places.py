@@ -180,3 +180,23 @@ class Sink(Statistic):
         is_sink = counts & (self.total / self.count.clamp_min(1) > SINK_THRESHOLD)
         votes = Sink(is_sink.double(), counts.double())
         return Statistic.in_blocks(votes, block, tokens)
+
+
+@final
+class Missing(Statistic):
+    """Mean mass on no key: what goes to a learned sink."""
+
+    name = "missing"
+    title = "Mass on no key"
+    unit = "fraction of attention"
+    low, high = 0.0, 1.0
+    definition = (
+        "Mean over query rows of 1 − Σ_j A_ij: what goes to learned sinks, learned keys or zeros "
+        "instead of the text. Other masses and distances are of the whole attention, not of what "
+        "is left of it. Empty where rows sum to 1 by construction."
+    )
+    source = "Xiao et al. 2024 (a learned sink takes what attends to nothing)"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        return (rows.missing, rows.valid) if rows.sink else None

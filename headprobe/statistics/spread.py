@@ -19,7 +19,9 @@ class Entropy(Statistic):
     low, high = 0.0, None
     definition = (
         "Mean over query rows of H_i = −Σ_j A_ij ln A_ij, with 0 ln 0 = 0; at most ln n_i for a "
-        "row that may see n_i keys. Rows that see one key count, with 0."
+        "row that may see n_i keys. Rows that see one key count, with 0. Where rows sum to less "
+        "than 1 (`missing`), the mass on no key is one more outcome, here and in every figure "
+        "made of entropies or of two heads' rows."
     )
     source = "Clark et al. 2019 (there smoothed; here exact)"
 
@@ -38,7 +40,8 @@ class EntropyNormalized(Statistic):
     low, high = 0.0, 1.0
     definition = (
         "Mean over query rows of H_i / ln n_i, where n_i is the number of keys that the row may "
-        "see; rows that see one key are skipped. 1 is a uniform head, causal or not."
+        "see (one more with a learned sink); rows that see one key are skipped. 1 is a uniform "
+        "head, causal or not."
     )
     source = (
         "headprobe; normalised per row because ln S is out of reach for the rows of a causal map"
@@ -46,7 +49,7 @@ class EntropyNormalized(Statistic):
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return rows.entropy / rows.seen_count.clamp_min(2).log(), rows.has_choice
+        return rows.entropy / rows.largest_entropy, rows.has_choice
 
 
 @final
@@ -99,6 +102,6 @@ class GeneralizedJS(Statistic):
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
-        mixed = entropy(rows.weights.mean(dim=1, keepdim=True))
+        mixed = entropy(rows.distributions.mean(dim=1, keepdim=True))
         spread = mixed - rows.entropy.mean(dim=1, keepdim=True)
         return spread.clamp_min(0.0), rows.has_choice.all(dim=1, keepdim=True)
