@@ -858,9 +858,27 @@ def test_a_batch_axis_that_is_not_first_is_left_out_with_the_reason():
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=8)
     result = profile(model, [{"src": torch.randn(5, 2, 8)}])
-    assert result.left_out == {"self_attn": "its map has 2 sequences, the batch has 5 texts"}
+    assert "its map has 2 sequences, the batch has 5 texts" in result.left_out["self_attn"]
+    assert "batch_first=False" in result.left_out["self_attn"]
     assert result.heads().empty
     assert result.layers().empty
+
+
+def test_positions_first_gives_what_batch_first_gives():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, nhead=4, dim_feedforward=20)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    src, padding = torch.randn(7, 3, 16), torch.zeros(3, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    inputs = {"src": src, "src_key_padding_mask": padding}
+    second = profile(model, [inputs], batch_first=False)
+    for layer in model.layers:
+        layer.self_attn.batch_first = True
+    first = profile(model, [inputs | {"src": src.transpose(0, 1).contiguous()}])
+    assert second.left_out == first.left_out == {}
+    assert second.tokens == first.tokens == 19
+    pd.testing.assert_frame_equal(second.heads(), first.heads(), atol=2e-6)
+    pd.testing.assert_frame_equal(second.pairs(), first.pairs(), atol=2e-6)
 
 
 def test_a_model_of_which_nothing_remains_has_empty_tables(tmp_path):

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from headprobe.capture.call import AttentionCall, Block, OutputProjection, visible_keys
 from headprobe.capture.flow import Trace
+from headprobe.capture.kernels import seen_kernels
 from headprobe.capture.projection import Pending, output_projection
 from headprobe.capture.running import RunningModules
 from headprobe.capture.seams import Seams
-from headprobe.capture.watch import Watch
+from headprobe.capture.watch import PAD_THEM, Watch
 from headprobe.errors import HeadprobeError, NoAttentionError
 
 __all__ = [
@@ -33,8 +34,12 @@ __all__ = [
     "OutputProjection",
     "distinct",
     "is_content",
+    "seen_kernels",
     "visible_keys",
 ]
+
+# Without one of these nothing is compiled, and the compiler loads slowly.
+_COMPILING = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 # Inputs whose positions are not a sequence of their own.
 _NOT_CONTENT = ("mask", "position", "token_type", "segment", "label", "cache", "past")
@@ -44,7 +49,9 @@ class Capture:
     """A context manager that sees every attention call of a model.
 
     The model computes what it computes anyway; its output, hooks, config and training flag stay as
-    they are, also after an exception. Weights are those before dropout.
+    they are, also after an exception. Weights are those before dropout. A transformers model whose
+    attention runs in a closed kernel (flash, flex) uses sdpa inside the context, and a compiled
+    model runs uncompiled.
 
     Example:
         >>> import torch
@@ -104,8 +111,9 @@ class Capture:
         ]
         for name, tensor in reversed(contents):  # the first name of a tensor given twice stays
             self._watch.traces.set(tensor, Trace(stream=name))
-        if contents:
-            self._watch.batch = len(contents[0][1]) if contents[0][1].dim() else None
+        self._watch.axes = {
+            name: tuple(tensor.shape[:2]) for name, tensor in contents if not tensor.is_nested
+        }
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:  # if one of these fails, those before it are undone
@@ -113,7 +121,8 @@ class Capture:
             self._running.install(stack)
             hook = self.model.register_forward_pre_hook(self._mark_arguments, with_kwargs=True)
             stack.callback(hook.remove)
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it loads slowly
+            stack.enter_context(seen_kernels(self.model))
+            if any(name in sys.modules for name in _COMPILING):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(Seams(self._watch))
             self._stack = stack.pop_all()
@@ -141,6 +150,14 @@ class Capture:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         kwargs = distinct(kwargs)
+        nested = any(
+            isinstance(value, Tensor) and value.is_nested for value in (*args, *kwargs.values())
+        )
+        if nested and any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+            raise HeadprobeError(
+                "nn.MultiheadAttention takes nested tensors only in its fused path, which can't be "
+                f"seen: {PAD_THEM}"
+            )
         try:
             bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         except (TypeError, ValueError):  # a wrong call is the model's to report
@@ -179,12 +196,6 @@ class Capture:
         if self.unread:
             site, reason = next(iter(self.unread.items()))
             return f"no attention map could be read: in {site!r}, {reason}"
-        kernel = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
-        if kernel not in (None, "eager", "sdpa"):
-            return (
-                "the model ran, but its attention runs in a kernel that can't be seen "
-                f"({kernel!r}); load it with attn_implementation='sdpa' or 'eager'"
-            )
         return (
             "the model ran, but no softmax attention was seen: it may have none (state-space and "
             "linear-attention models), or compute it where torch can't be watched (TorchScript, "

@@ -29,6 +29,9 @@ RESHAPES = _REORDERS | frozenset(
     )
 )
 
+# Functions that may drop the column of a learned sink.
+_SLICES = frozenset(("__getitem__", "narrow", "split", "chunk", "tensor_split", "unbind"))
+
 # Functions after which a product of queries and keys is something else.
 _ENDS_PRODUCT = frozenset(
     (
@@ -93,6 +96,7 @@ class Trace:
         if trace.product and name in _ENDS_PRODUCT:
             trace = replace(trace, product=None)
         kept = _is_still_a_map(source, result)
+        kept = kept and (result.shape[-1] == source.shape[-1] or name in _SLICES)
         if name in _REORDERS:
             # A view's strides tell whether its last axes are still the rows and the keys; in
             # which order the others are now is not followed, so that dropped weights are lost.

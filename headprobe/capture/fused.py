@@ -13,7 +13,7 @@ from headprobe.capture import multihead
 from headprobe.capture.call import AttentionCall, OutputProjection
 from headprobe.capture.flow import Trace
 from headprobe.capture.layout import four_axes, mask_axes
-from headprobe.capture.watch import FOLDED, Arguments, Keywords, Watch
+from headprobe.capture.watch import FOLDED, PAD_THEM, Arguments, Keywords, Watch
 
 _SDPA_PARAMETERS = (
     "query",
@@ -35,9 +35,10 @@ def sdpa(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tensor: 
     streams = (watch.traces.of(query).stream, watch.traces.of(key).stream)
     site = watch.running.site
     if query.is_nested:
-        watch.unreadable(site, "the sequences are nested tensors")
+        watch.unreadable(site, f"the sequences are nested tensors; {PAD_THEM}")
         return result
-    maps = [four_axes(side, watch.batch) for side in (query, key, value, result)]
+    batch = watch.sequences(streams[0], query.shape[-2])
+    maps = [four_axes(side, batch) for side in (query, key, value, result)]
     unfolded = [side for side in maps if side is not None]
     if len(unfolded) < len(maps):
         watch.unreadable(site, FOLDED)
@@ -50,7 +51,7 @@ def sdpa(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tensor: 
         result = z.reshape(result.shape)
     mask = given.get("attn_mask")
     if mask is not None:
-        mask = mask_axes(mask, query, watch.batch)
+        mask = mask_axes(mask, query, batch)
     call = AttentionCall(
         site=site,
         call=watch.running.count_call(site),
@@ -64,7 +65,18 @@ def sdpa(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tensor: 
         scale=given.get("scale"),
         output=None if dropped or gate is not None else z,
     )
-    watch.await_projection(call, result, folded=query.dim() == 3)
+    watch.await_projection(call, result, folded=query.dim() != 4)
+    return result
+
+
+def flex(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Any:  # noqa: ANN401
+    """The flex kernel: its mask is a function of indices, so there is no map to look at."""
+    result = func(*args, **kwargs)
+    watch.traces.pass_on("flex_attention", args[:1], result)
+    watch.unreadable(
+        watch.running.site,
+        "flex_attention keeps its scores to itself; use F.scaled_dot_product_attention instead",
+    )
     return result
 
 

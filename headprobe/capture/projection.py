@@ -18,7 +18,7 @@ class Pending:
     Attributes:
         call: the attention call.
         consumers: where its output went.
-        folded: whether batch and heads came as one axis, so that their sizes are a guess.
+        folded: whether batch and heads came as other axes than two: then their sizes are a guess.
     """
 
     call: AttentionCall
@@ -67,7 +67,10 @@ def _heads_side_by_side(call: AttentionCall, taken: Tensor) -> bool:
     z = call.output
     if taken.numel() != z.numel() or taken.shape[-1] != z.shape[1] * z.shape[3]:
         return False
-    taken = taken.reshape(call.batch, call.queries, call.heads, -1)
-    return torch.allclose(
-        taken[:, 0], z[:, :, 0].to(taken.dtype), rtol=0.0, atol=0.0, equal_nan=True
+    first = z[:, :, 0].to(taken.dtype)
+    batch_first = taken.reshape(call.batch, call.queries, call.heads, -1)[:, 0]
+    batch_second = taken.reshape(call.queries, call.batch, call.heads, -1)[0]
+    return any(
+        torch.allclose(one, first, rtol=0.0, atol=0.0, equal_nan=True)
+        for one in (batch_first, batch_second)
     )

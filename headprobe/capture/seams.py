@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,10 @@ class Seams(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
+        self._seams = dict(_SEAMS)
+        flex = sys.modules.get("torch.nn.attention.flex_attention")
+        if flex is not None:
+            self._seams[flex.flex_attention_hop] = fused.flex
 
     def __torch_function__(
         self,
@@ -35,7 +40,7 @@ class Seams(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._watch.running:
             return func(*args, **kwargs)
-        seam = _SEAMS.get(func)
+        seam = self._seams.get(func)
         if seam is not None:
             return seam(self._watch, func, args, kwargs)
         result = func(*args, **kwargs)
@@ -54,6 +59,7 @@ _SEAMS: dict[Any, Seam] = {
     **dict.fromkeys(
         (torch.softmax, torch.special.softmax, F.softmax, torch.Tensor.softmax), written.softmax
     ),
+    **dict.fromkeys((torch.exp, torch.Tensor.exp, torch.Tensor.exp_), written.exponential),
     **dict.fromkeys((F.dropout, torch.dropout), written.dropout),
     **dict.fromkeys(
         (

@@ -16,7 +16,12 @@ from headprobe.capture.running import RunningModules
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
-FOLDED = "batch and heads can't be told apart"
+NO_SOFTMAX = "its scores meet the values without a softmax (linear attention, a sigmoid)"
+"""Why a module that attends has no attention weights."""
+
+PAD_THEM = "give padded ones (torch.nested.to_padded_tensor) and a mask"
+
+FOLDED = "batch, heads and windows can't be told apart"
 
 
 class Watch:
@@ -29,7 +34,7 @@ class Watch:
 
     Attributes:
         traces: what is known of each tensor.
-        batch: number of sequences that the model was given, if known.
+        axes: model input -> its first two axes, of which one tells the number of sequences.
         unread: site -> reason, for modules that seemed to attend but could not be read.
         softmaxes: those of this pass that may be attention.
     """
@@ -43,11 +48,22 @@ class Watch:
         self.running = running
         self.gate = gate
         self.traces = Traces()
-        self.batch: int | None = None
+        self.axes: dict[str, tuple[int, ...]] = {}
         self.unread: dict[str, str] = {}
         self.softmaxes: list[Softmaxed] = []
         self._deliver = deliver
         self._pending: Pending | None = None
+
+    def sequences(self, stream: str | None, length: int) -> int | None:
+        """Number of sequences that the model was given; None if that is unknown.
+
+        Args:
+            stream: the model input that a map's queries come from.
+            length: how many queries it has: an axis of that size is not the batch.
+        """
+        axes = self.axes.get(stream or "") or next(iter(self.axes.values()), ())
+        batch_last = len(axes) > 1 and axes[0] == length != axes[1]
+        return axes[1] if batch_last else next(iter(axes), None)
 
     def _flush(self) -> None:
         """Hand over the call that waits for its W_O."""
@@ -86,7 +102,7 @@ class Watch:
         Args:
             call: the attention call.
             result: its output, to be followed; None if W_O is known.
-            folded: whether batch and heads came as one axis.
+            folded: whether they came with other axes than [batch, heads, length, dim].
         """
         self._flush()
         consumers = Consumers()

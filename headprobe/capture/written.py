@@ -21,7 +21,7 @@ from headprobe.capture.layout import (
     unstack,
     visible_in_scores,
 )
-from headprobe.capture.watch import Arguments, Keywords, Watch
+from headprobe.capture.watch import NO_SOFTMAX, Arguments, Keywords, Watch
 
 
 def softmax(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tensor:  # noqa: ANN401
@@ -42,6 +42,22 @@ def softmax(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tenso
             Trace(stream=trace.stream, product=trace.product, softmaxed=seen, scores=scores),
         )
     watch.softmaxes.append(seen)
+    return result
+
+
+def exponential(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tensor:  # noqa: ANN401
+    """A softmax may be written out, as exp and a division: whether rows sum to 1 is seen later."""
+    scores: Tensor = args[0] if args else kwargs["input"]
+    trace = watch.traces.of(scores)
+    result: Tensor = func(*args, **kwargs)
+    if trace.product is None or trace.softmaxed or scores.dim() < 2:
+        watch.traces.pass_on("exp", (scores,), result)
+        return result
+    seen = Softmaxed(watch.running.site, scores.shape[-2])
+    kept = None if result is scores else scores  # exp_ overwrites them
+    watch.traces.set(
+        result, Trace(stream=trace.stream, product=trace.product, softmaxed=seen, scores=kept)
+    )
     return result
 
 
@@ -79,6 +95,11 @@ def product(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tenso
     if name_of(func) == "__rmatmul__":
         first, second = second, first
     left, right = watch.traces.of(first), watch.traces.of(second)
+    if right.softmaxed and func is torch.einsum and isinstance(args[0], str):
+        # The order of factors is free: here the weights come first.
+        first, second, left, right = second, first, right, left
+        factors, _, given = args[0].partition("->")
+        args = (f"{','.join(reversed(factors.split(',')))}->{given}",)
     if left.softmaxed and not (is_weight(second) and right.stream is None):
         return _weighted(watch, first, second, result, _orders(func, args, first, second, result))
     if right.softmaxed:
@@ -87,6 +108,8 @@ def product(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tenso
         watch.linear_map(first, second, None, result)
         return result
     streams = (left.stream, right.stream)
+    if left.product and None not in (*left.product, right.stream) and first.dim() > 2:
+        watch.unreadable(watch.running.site, NO_SOFTMAX)
     watch.traces.set(result, Trace(stream=left.stream or right.stream, product=streams))
     return result
 
@@ -116,6 +139,7 @@ def _weighted(
     assert trace.product is not None
     read = _read(watch, consumed, values, result, orders)
     if read is None:
+        watch.softmaxes.append(trace.softmaxed)
         trace.softmaxed.fate = (
             f"weights {list(consumed.shape)} and values {list(values.shape)} are not laid out "
             "[batch, heads, queries, keys]"
@@ -142,7 +166,7 @@ def _weighted(
         output=z if trace.undropped is None and gate is None else None,
         sink=trace.sink,
     )
-    watch.await_projection(call, result, folded=consumed.dim() == 3)
+    watch.await_projection(call, result, folded=consumed.dim() != 4)
     return result
 
 
@@ -155,7 +179,9 @@ def _read(
         return None
     weights = consumed if trace.undropped is None else trace.undropped
     sides = (weights, values.permute(orders[0]), result.permute(orders[1]))
-    w, v, z = (four_axes(side, watch.batch) for side in sides)
+    stream = trace.product[0] if trace.product else None
+    batch = watch.sequences(stream, trace.softmaxed.queries)
+    w, v, z = (four_axes(side, batch) for side in sides)
     if w is None or v is None or z is None or w.shape[-1] != v.shape[2]:
         return None
     queries = trace.softmaxed.queries

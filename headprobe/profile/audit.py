@@ -89,7 +89,10 @@ def audit(call: AttentionCall, texts: Texts, rows: int | None, at_once: int) -> 
 def _sides(call: AttentionCall, texts: Texts) -> tuple[Tensor, Tensor] | str:
     """Which queries and keys are no padding, or why that can't be told."""
     if call.batch != len(texts):
-        return f"its map has {call.batch} sequences, the batch has {len(texts)} texts"
+        return (
+            f"its map has {call.batch} sequences, the batch has {len(texts)} texts (of "
+            "[positions, batch, ...] tensors? then profile(..., batch_first=False))"
+        )
     same = call.streams[0] is not None and call.streams[0] == call.streams[1]
     if same and call.queries < call.keys:
         # Rows of a block, or after a cache: which tokens they are is not known.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprobe.capture import Capture, distinct
+from headprobe.capture import Capture, distinct, seen_kernels
 from headprobe.profile.observer import Observer
 from headprobe.profile.padding import check_left_padding, with_positions
 from headprobe.profile.sums import Profile
@@ -47,17 +47,21 @@ def profile(
     *,
     sampling: Sampling | None = None,
     token_classes: Mapping[str, Iterable[int]] | None = None,
+    batch_first: bool = True,
 ) -> Profile:
     """Measure every attention head of a model on some texts, in one forward pass each.
 
-    The model runs in eval mode and without gradients; its training flags are restored.
+    The model runs in eval mode and without gradients; its training flags are restored. Attention
+    in a closed kernel (flash, flex) runs as sdpa instead; `settings["switched"]` then says so.
 
     Args:
         model: any module that attends with a softmax.
-        batches: keywords of `model.forward`, batch first. `attention_mask` tells padding of
+        batches: keywords of `model.forward`. `attention_mask` tells padding of
             `input_ids`, `decoder_attention_mask` that of `decoder_input_ids`; right or left.
         sampling: on which rows heads are compared.
         token_classes: token class (one of TOKEN_CLASSES) -> token ids, for the mass on them.
+        batch_first: whether a batch's tensors are [batch, positions, ...], or, as torch's own
+            layers like it, [positions, batch, ...]; masks are always [batch, positions].
 
     Returns:
         The sums. `.heads()`, `.pairs()` and `.layers()` are the tables; `+` adds other texts.
@@ -82,11 +86,14 @@ def profile(
     settings = {"model": fingerprint(model), **sampling.__dict__, "classes": sorted(classes)}
     total = Profile()
     checked_left_padding = False
-    with _evaluating(model):
+    with _evaluating(model), seen_kernels(model) as switched:
+        settings |= {"switched": switched} if switched else {}
         for batch in batches:
             _check_batch(batch)
             inputs = distinct(with_positions(model, batch))
-            texts = read_batch(inputs, seed=sampling.seed, token_classes=classes)
+            texts = read_batch(
+                inputs, seed=sampling.seed, token_classes=classes, batch_first=batch_first
+            )
             if not checked_left_padding:
                 checked_left_padding = check_left_padding(model, texts)
             observer = Observer(texts, sampling)

@@ -109,7 +109,11 @@ class Texts:
 
 
 def read_batch(
-    batch: Mapping[str, Any], *, seed: int, token_classes: Mapping[str, Iterable[int]]
+    batch: Mapping[str, Any],
+    *,
+    seed: int,
+    token_classes: Mapping[str, Iterable[int]],
+    batch_first: bool = True,
 ) -> Texts:
     """Work out what is known of a batch.
 
@@ -119,13 +123,14 @@ def read_batch(
             In torch's `..._key_padding_mask` True is padding.
         seed: goes into the hash of each text.
         token_classes: class -> token ids.
+        batch_first: whether contents are [batch, positions, ...], not [positions, batch, ...].
 
     Raises:
         ValueError: if nothing in the batch has a batch axis and positions.
         HeadprobeError: if a text has no token.
     """
     contents = {
-        name: value
+        name: value if batch_first else value.transpose(0, 1)
         for name, value in batch.items()
         # What is told about a text is not the text: it may change with the padding.
         if isinstance(value, Tensor) and value.dim() >= 2 and is_content(name)
@@ -135,7 +140,7 @@ def read_batch(
             f"a batch has {', '.join(map(repr, batch)) or 'nothing'}: expected a tensor "
             "[batch, positions, ...] that the model reads, such as input_ids"
         )
-    valid = {name: mask for name in contents if (mask := _mask(name, batch)) is not None}
+    valid = {name: mask for name in contents if (mask := _mask(name, contents, batch)) is not None}
     ids = {
         name: value.long()
         for name, value in contents.items()
@@ -161,7 +166,7 @@ def read_batch(
 _IDS = (torch.int64, torch.int32)
 
 
-def _mask(name: str, batch: Mapping[str, Any]) -> Tensor | None:
+def _mask(name: str, contents: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor | None:
     """True for the tokens of an input, or None if nothing tells them from padding."""
     paddings = [f"{name}_key_padding_mask"]
     if batch.get("key", batch[name]) is batch[name]:  # not the queries of cross-attention
@@ -171,7 +176,7 @@ def _mask(name: str, batch: Mapping[str, Any]) -> Tensor | None:
         if isinstance(mask, Tensor):
             return ~mask if mask.dtype == torch.bool else mask == 0
     mask_name = "decoder_attention_mask" if name.startswith("decoder_") else "attention_mask"
-    mask, axes = batch.get(mask_name), list(batch[name].shape[:2])
+    mask, axes = batch.get(mask_name), list(contents[name].shape[:2])
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
     # A model may shorten sound before it attends: the observer sees whether the lengths agree.
