@@ -42,7 +42,7 @@ def _configurations(model: nn.Module) -> list[tuple[Any, Any, str]]:
     """Each configuration, outer ones first, with its kernel and the one to use instead."""
     found: dict[int, tuple[Any, Any, str]] = {}
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation") and id(config) not in found:
             instead = "sdpa" if getattr(module, "_supports_sdpa", True) else "eager"
             found[id(config)] = config, config._attn_implementation, instead

@@ -95,13 +95,13 @@ def product(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tenso
     if name_of(func) == "__rmatmul__":
         first, second = second, first
     left, right = watch.traces.of(first), watch.traces.of(second)
-    if right.softmaxed and func is torch.einsum and isinstance(args[0], str):
-        # The order of factors is free: here the weights come first.
+    equation = args[0] if func is torch.einsum and isinstance(args[0], str) else ""
+    if right.softmaxed and equation:  # the order of factors is free: here the weights come first
         first, second, left, right = second, first, right, left
-        factors, _, given = args[0].partition("->")
-        args = (f"{','.join(reversed(factors.split(',')))}->{given}",)
+        equation = _swapped(equation)
     if left.softmaxed and not (is_weight(second) and right.stream is None):
-        return _weighted(watch, first, second, result, _orders(func, args, first, second, result))
+        orders = _orders(func, equation, first, second, result)
+        return _weighted(watch, first, second, result, orders)
     if right.softmaxed:
         right.softmaxed.fate = "the weights are the second factor of the product"
     elif is_weight(second) and right.stream is None:
@@ -190,14 +190,20 @@ def _read(
     return (w, v, z) if w.shape[2] == queries and w.shape[:3] == z.shape[:3] else None
 
 
+def _swapped(equation: str) -> str:
+    """The einsum equation with its factors the other way round."""
+    factors, arrow, result = equation.partition("->")
+    return ",".join(reversed(factors.split(","))) + arrow + result
+
+
 def _orders(
     func: Any,  # noqa: ANN401
-    args: Arguments,
+    equation: str,
     weights: Tensor,
     values: Tensor,
     result: Tensor,
 ) -> tuple[Axes, Axes] | None:
     """How values and result are permuted: not at all, but for einsum."""
     if func is torch.einsum:
-        return einsum_axes(args[0], weights.dim()) if isinstance(args[0], str) else None
+        return einsum_axes(equation, weights.dim()) if equation else None
     return tuple(range(values.dim())), tuple(range(result.dim()))
