@@ -138,7 +138,7 @@ def _summary(
             "dtype": str(source.dtype).removeprefix("torch."),
             "device": str(next(source.model.parameters()).device),
             "attention": getattr(getattr(source.model, "config", None), "_attn_implementation", ""),
-            "switched": measured.settings.get("switched", {}),
+            "switched": measured.switched,
         },
         "layers": [
             {

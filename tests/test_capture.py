@@ -698,8 +698,8 @@ def test_a_closed_kernel_of_a_transformers_model_is_switched_and_restored():
     assert [call.seam for call in calls] == ["sdpa", "sdpa"]
     result = headprobe.profile(model, [inputs])
     assert model.config._attn_implementation == "flex_attention"
-    assert result.settings["switched"] == {"flex_attention": "sdpa"}
-    assert "switched" not in expected.settings
+    assert result.switched == {"flex_attention": "sdpa"}
+    assert expected.switched == {}
     assert result.heads().equals(expected.heads())
 
 

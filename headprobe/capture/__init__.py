@@ -24,10 +24,11 @@ from headprobe.capture.kernels import seen_kernels
 from headprobe.capture.projection import Pending, output_projection
 from headprobe.capture.running import RunningModules
 from headprobe.capture.seams import Seams
-from headprobe.capture.watch import PAD_THEM, Watch
+from headprobe.capture.watch import NO_SOFTMAX, PAD_THEM, Watch
 from headprobe.errors import HeadprobeError, NoAttentionError
 
 __all__ = [
+    "NO_SOFTMAX",
     "AttentionCall",
     "Block",
     "Capture",

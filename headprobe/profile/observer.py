@@ -61,10 +61,14 @@ class Observer:
                 streams=call.streams,
                 heads=call.heads,
                 kv_heads=call.kv_heads,
+                dims=(None if call.query is None else call.query.shape[-1], call.value.shape[-1]),
+                output_site=call.output_projection.site if call.output_projection else "",
                 no_projection=call.no_projection,
                 is_cross=is_cross,
                 later_keys=later,
                 reconstruction_error=found.reconstruction_error,
+                row_sums=found.row_sums,
+                padding_mass=None if bool(found.key_valid.all()) else found.padding_mass,
                 statistics=statistics,
             )
         )

@@ -13,7 +13,7 @@ from headprobe.errors import HeadprobeError
 from headprobe.profile.texts import Texts
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
@@ -36,25 +36,50 @@ def check_left_padding(model: nn.Module, texts: Texts) -> bool:
     Raises:
         HeadprobeError: if the model's output for the text changes with its padding.
     """
-    masks = {name: texts.inputs.get(name) for name in _MASKS}
-    left = [mask for mask in masks.values() if _is_left_padded(mask)]
-    if not left:
+    if not any(_is_left_padded(texts.inputs.get(name)) for name in _MASKS):
         return False
-    text = int((left[0] == 0).sum(dim=1).argmax())
-    padded_output = _first_tensor(model(**texts.inputs))[text]
-    alone_output = _first_tensor(model(**_alone(texts.inputs, text, masks)))[0]
-    has_decoder = any(name.startswith("decoder_") for name in texts.inputs)
-    mask = masks["decoder_attention_mask" if has_decoder else "attention_mask"]
-    if isinstance(mask, Tensor) and padded_output.shape[:1] == mask.shape[1:]:
-        padded_output = padded_output[mask[text].bool()]
-    error = _difference(padded_output, alone_output)
-    if not error <= _TOLERANCE.get(alone_output.dtype, _LOW_PRECISION_TOLERANCE):
+    error = difference_alone(model, texts.inputs)
+    if error is not None and not error <= output_tolerance(model):
         raise HeadprobeError(
             "the texts are padded on the left and the model's output changes with the padding "
             f"(by {error:.2g} of its largest entry): it counts positions from the start of the "
             "padding and takes no position_ids, or doesn't use the mask; pad on the right"
         )
     return True
+
+
+@torch.no_grad()
+def difference_alone(model: nn.Module, inputs: Mapping[str, Any]) -> float | None:
+    """How far the model's output for the most padded text moves when that text runs alone.
+
+    Args:
+        model: in eval mode.
+        inputs: a batch, batch first.
+
+    Returns:
+        The largest difference over the largest entry; infinite if the outputs have other shapes,
+        None if no mask says that there is padding.
+    """
+    masks = {name: inputs.get(name) for name in _MASKS}
+    padded = [
+        m for m in masks.values() if isinstance(m, Tensor) and m.dim() == 2 and (m == 0).any()
+    ]
+    if not padded:
+        return None
+    text = int((padded[0] == 0).sum(dim=1).argmax())
+    padded_output = first_tensor(model(**inputs))[text]
+    alone_output = first_tensor(model(**_alone(inputs, text, masks)))[0]
+    has_decoder = any(name.startswith("decoder_") for name in inputs)
+    mask = masks["decoder_attention_mask" if has_decoder else "attention_mask"]
+    if isinstance(mask, Tensor) and padded_output.shape[:1] == mask.shape[1:]:
+        padded_output = padded_output[mask[text].bool()]
+    return difference(padded_output, alone_output)
+
+
+def output_tolerance(model: nn.Module) -> float:
+    """How far two outputs that should be the same may differ, relative to the largest entry."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return _TOLERANCE if kinds <= {torch.float32, torch.float64} else _LOW_PRECISION_TOLERANCE
 
 
 def _alone(
@@ -74,18 +99,18 @@ def _alone(
     return alone
 
 
-def _difference(padded: Tensor, alone: Tensor) -> float:
+def difference(first: Tensor, second: Tensor) -> float:
     """Largest difference of two outputs over the largest entry; infinite if they don't compare."""
-    if padded.shape != alone.shape:
+    if first.shape != second.shape:
         return float("inf")
-    return float((padded - alone).abs().max() / alone.abs().max().clamp_min(1e-6))
+    return float((first - second).abs().max() / second.abs().max().clamp_min(1e-6))
 
 
 def _is_left_padded(mask: object) -> TypeGuard[Tensor]:
     return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
 
-def _first_tensor(output: Any) -> Tensor:  # noqa: ANN401
+def first_tensor(output: Any) -> Tensor:  # noqa: ANN401
     """The model's main output, in whatever it is wrapped; a loss is not one."""
     while not isinstance(output, Tensor):
         parts = output.values() if isinstance(output, Mapping) else output

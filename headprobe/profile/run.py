@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def profile(
     """Measure every attention head of a model on some texts, in one forward pass each.
 
     The model runs in eval mode and without gradients; its training flags are restored. Attention
-    in a closed kernel (flash, flex) runs as sdpa instead; `settings["switched"]` then says so.
+    in a closed kernel (flash, flex) runs as sdpa instead; `switched` then says so.
 
     Args:
         model: any module that attends with a softmax.
@@ -86,8 +86,7 @@ def profile(
     settings = {"model": fingerprint(model), **sampling.__dict__, "classes": sorted(classes)}
     total = Profile()
     checked_left_padding = False
-    with _evaluating(model), seen_kernels(model) as switched:
-        settings |= {"switched": switched} if switched else {}
+    with evaluating(model), seen_kernels(model) as switched:
         for batch in batches:
             _check_batch(batch)
             inputs = distinct(with_positions(model, batch))
@@ -100,7 +99,7 @@ def profile(
             with Capture(model, observer) as capture:
                 model(**inputs)
             total += observer.finish(capture.unread, settings)
-    return total
+    return replace(total, switched=dict(switched))
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -132,7 +131,8 @@ def _check_batch(batch: object) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In eval mode and without gradients; every training flag is restored."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Address = tuple[str, int]
 """A module's name, and how many calls it made before in the same pass."""
 
-_FORMAT = 1
+_FORMAT = 2
 _CLASSES: dict[str, type[Statistic]] = {s.name: s for s in (*STATISTICS, *LAYER_STATISTICS)}
 
 
@@ -36,11 +36,16 @@ class Layer:
         streams: the inputs that the positions of queries and keys come from.
         heads: number of query heads.
         kv_heads: number of key and value heads.
+        dims: width of a head's queries and of its values; the first is None where the model made
+            the scores itself.
+        output_site: the module that W_O belongs to; empty if it is not known.
         no_projection: why W_O is not known; empty if it is.
         is_cross: whether queries and keys come from different sequences.
         later_keys: how many keys after their query the valid rows might see; 0 if causal.
         reconstruction_error: largest relative difference between weights · V and what the model
             computed; None where the two can't be compared.
+        row_sums: least and largest sum of a row's weights, of the rows that were looked at.
+        padding_mass: largest weight on a key that is padding; None if no text was padded.
         statistics: name -> sums by resampling block.
     """
 
@@ -50,10 +55,14 @@ class Layer:
     streams: tuple[str | None, str | None]
     heads: int
     kv_heads: int
+    dims: tuple[int | None, int]
+    output_site: str
     no_projection: str
     is_cross: bool
     later_keys: int
     reconstruction_error: float | None
+    row_sums: tuple[float, float]
+    padding_mass: float | None
     statistics: dict[str, Statistic] = field(repr=False)
 
     @property
@@ -69,7 +78,7 @@ class Layer:
         return "bidirectional" if self.later_keys else "causal"
 
     def __add__(self, other: Layer) -> Layer:
-        errors = [e.reconstruction_error for e in (self, other)]
+        low, high = zip(self.row_sums, other.row_sums, strict=True)
         return replace(
             self,
             # Heads that share keys share them in every text; others may look alike in one.
@@ -77,7 +86,9 @@ class Layer:
             no_projection=self.no_projection or other.no_projection,
             is_cross=self.is_cross or other.is_cross,
             later_keys=self.later_keys + other.later_keys,
-            reconstruction_error=max((e for e in errors if e is not None), default=None),
+            reconstruction_error=_largest(self.reconstruction_error, other.reconstruction_error),
+            row_sums=(min(low), max(high)),
+            padding_mass=_largest(self.padding_mass, other.padding_mass),
             statistics={
                 name: sums + other.statistics[name]
                 for name, sums in self.statistics.items()
@@ -98,6 +109,7 @@ class Profile:
         tokens: number of tokens.
         class_tokens: input name -> token class -> how many of the input's tokens are in it.
         settings: what the measurement depends on: the seed, the numbers of sampled rows, the model.
+        switched: attention kernel of the model -> what ran instead, to be seen.
     """
 
     measured: tuple[Layer, ...] = ()
@@ -107,6 +119,7 @@ class Profile:
     tokens: int = 0
     class_tokens: dict[str, dict[str, int]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    switched: dict[str, str] = field(default_factory=dict)
 
     def __add__(self, other: Profile) -> Profile:
         """Merge with a profile of other texts.
@@ -143,6 +156,7 @@ class Profile:
             tokens=self.tokens + other.tokens,
             class_tokens=_added(self.class_tokens, other.class_tokens),
             settings=self.settings,
+            switched=self.switched | other.switched,
         )
 
     def places(self) -> list[Place]:
@@ -194,6 +208,7 @@ class Profile:
             "tokens": self.tokens,
             "class_tokens": self.class_tokens,
             "settings": self.settings,
+            "switched": self.switched,
         }
         contents = save(tensors, metadata={"headprobe": json.dumps(described)})
         Path(path).write_bytes(contents)  # safetensors' own file can be read by its owner only
@@ -243,6 +258,10 @@ def _added(
     }
 
 
+def _largest(first: float | None, second: float | None) -> float | None:
+    return max((one for one in (first, second) if one is not None), default=None)
+
+
 def _described(layer: Layer) -> dict[str, Any]:
     named = {name: getattr(layer, name) for name in Layer.__dataclass_fields__}
     return named | {"statistics": list(layer.statistics)}
@@ -255,5 +274,5 @@ def _layer(index: int, described: dict[str, Any], tensors: dict[str, Tensor]) ->
         )
         for name in described["statistics"]
     }
-    streams = tuple(described["streams"])
-    return Layer(**described | {"statistics": statistics, "streams": streams})
+    pairs = {name: tuple(described[name]) for name in ("streams", "dims", "row_sums")}
+    return Layer(**described | {"statistics": statistics} | pairs)
