@@ -11,6 +11,7 @@ _HOMES = {
     "AttentionCall": "headprobe.capture",
     "Capture": "headprobe.capture",
     "Diagnosis": "headprobe.diagnosis",
+    "Examination": "headprobe.doctor",
     "HeadprobeError": "headprobe.errors",
     "MultiHeadAttention": "headprobe.attention",
     "NoAttentionError": "headprobe.errors",
@@ -18,6 +19,7 @@ _HOMES = {
     "Sampling": "headprobe.profile",
     "attention_weights": "headprobe.attention",
     "diagnose": "headprobe.diagnosis",
+    "examine": "headprobe.doctor",
 }
 
 # `headprobe.profile` is the package and, called, the function of that name in it.

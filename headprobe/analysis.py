@@ -43,7 +43,7 @@ class Settings:
         """On which rows heads are compared, given the number of texts."""
         if self.all_rows:
             return Sampling(rows=None, rows_across=None, seed=self.seed)
-        across = max(1, _ROWS_ACROSS // texts)
+        across = max(1, _ROWS_ACROSS // max(1, texts))
         few = None if across >= _WIDEST_SAMPLE else across  # None: as many as within a layer
         return Sampling(rows=_WIDEST_SAMPLE, rows_across=few, seed=self.seed)
 
@@ -51,7 +51,7 @@ class Settings:
 def run_inputs(source: Source, batches: TextBatches) -> list[dict[str, Any]]:
     """The batches, with the model asked not to make what no statistic needs."""
     parameters = inspect.signature(source.model.forward).parameters
-    spared = {"logits_to_keep": 1, "use_cache": False}
+    spared = {} if source.tokenizer is None else {"logits_to_keep": 1, "use_cache": False}
     extra = {name: value for name, value in spared.items() if name in parameters}
     return [{**batch, **extra} for batch in batches.batches]
 
@@ -78,6 +78,7 @@ def analyze(
         run_inputs(source, texts) if inputs is None else inputs,
         sampling=settings.sampling(texts.texts),
         token_classes=texts.token_classes,
+        batch_first=texts.batch_first,
     )
     if not measured.measured:
         site, reason = next(iter(measured.left_out.items()))
@@ -136,7 +137,7 @@ def _summary(
             "rows_across_layers": sampling.rows_across or "the same",
             "most_pairs": sampling.pairs,
             "dtype": str(source.dtype).removeprefix("torch."),
-            "device": str(next(source.model.parameters()).device),
+            "device": str(next((p.device for p in source.model.parameters()), "none")),
             "attention": getattr(getattr(source.model, "config", None), "_attn_implementation", ""),
             "switched": measured.switched,
         },

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from headprobe import __version__
-from headprobe.terminal import plain_errors, progress, results
+from headprobe.terminal import examination, plain_errors, progress, results
 
 if TYPE_CHECKING:
+    from headprobe.inputs import Source, TextBatches
     from headprobe.report import Tables
+
+Command = TypeVar("Command", bound=Callable[..., None])
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -30,21 +35,40 @@ def _a_number(context: click.Context, parameter: click.Parameter, value: float) 
     return value
 
 
+def _which_model(command: Command) -> Command:
+    """What tells a model and how it is loaded."""
+    options = (
+        click.argument("model", required=False),
+        click.option(
+            "--module",
+            metavar="FILE:FUNCTION",
+            help="A Python file whose function returns (model, batches); no MODEL then.",
+        ),
+        click.option("--text", metavar="FILE", help="Texts, one a line; - is standard input."),
+        click.option(
+            "--device", default="cpu", help="Where the model runs: cpu, cuda, cuda:1, mps."
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default="auto",
+            help="Precision of the model; auto is as stored.",
+        ),
+        click.option(
+            "--trust-remote-code", is_flag=True, help="Run code that comes with the model."
+        ),
+        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+    )
+    return reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
 @main.command()
-@click.argument("model", required=False)
-@click.option("--text", metavar="FILE", help="Texts, one a line; - is standard input.")
+@_which_model
 @click.option("--paragraphs", is_flag=True, help="Texts in FILE are separated by blank lines.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder [reports/<model's name>].")
 @click.option("--max-texts", type=click.IntRange(1), help="Use only the first N texts.")
 @click.option("--max-tokens", type=click.IntRange(1), default=128, help="Cut texts after N tokens.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, help="Texts run at a time.")
-@click.option("--device", default="cpu", help="Where the model runs: cpu, cuda, cuda:1, mps.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="auto",
-    help="Precision of the model; auto is as stored.",
-)
 @click.option(
     "--similarity",
     type=click.FloatRange(0, 1, min_open=True),
@@ -56,9 +80,7 @@ def _a_number(context: click.Context, parameter: click.Parameter, value: float) 
     "--seed", type=click.IntRange(0), default=0, help="Of the sampled rows and the intervals."
 )
 @click.option("--all-rows", is_flag=True, help="Compare heads on all rows, not on a sample.")
-@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--force", is_flag=True, help="Replace a folder that holds other files.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.option("--open", "open_page", is_flag=True, help="Open the report when it is done.")
 def analyze(**options: Any) -> None:  # noqa: ANN401
     """Measure every attention head of MODEL and write a report.
@@ -68,6 +90,7 @@ def analyze(**options: Any) -> None:  # noqa: ANN401
     \b
     headprobe analyze
     headprobe analyze bert-base-uncased --text corpus.txt --out reports/mine
+    headprobe analyze --module mine.py:build
     """  # noqa: D301 - click must see a backspace to keep the lines apart
     if options["paragraphs"] and options["text"] is None:
         raise click.UsageError("--paragraphs says how a file is split: name one with --text.")
@@ -78,25 +101,62 @@ def analyze(**options: Any) -> None:  # noqa: ANN401
         click.launch(str(folder / "report.html"))
 
 
-def _analyze(options: dict[str, Any]) -> tuple[Path, Tables]:
-    """Load, measure, and write the files of a run."""
-    from headprobe.analysis import Settings, analyze, run_inputs
-    from headprobe.inputs import batch_texts, load_model, read_texts, sample_texts
-    from headprobe.report import run_folder, write
+@main.command()
+@_which_model
+def doctor(**options: Any) -> None:  # noqa: ANN401
+    """Check on one small batch what can be seen, and done, in MODEL.
 
+    A line for every module that attends, with how far its map is from what the model computed, and
+    what could not be read, with the reason. Exit code 1 if anything is wrong.
+    """
+    with plain_errors(debug=options["debug"]):
+        from headprobe.doctor import examine
+
+        source, batches = _inputs(options, small=True)
+        found = examine(source.model, batches.batches[0], batch_first=batches.batch_first)
+    examination(found, source.name)
+    if found.problems:
+        sys.exit(1)
+
+
+def _inputs(options: dict[str, Any], *, small: bool = False) -> tuple[Source, TextBatches]:
+    """The model and the batches that a command names; one batch of short texts if `small`."""
+    from headprobe.inputs import (
+        batch_texts,
+        build_module,
+        load_model,
+        read_texts,
+        sample_texts,
+        short_texts,
+    )
+
+    if options["module"]:
+        if options["model"] or options["text"] or options["device"] != "cpu":
+            raise click.UsageError("--module makes model and batches itself: leave the others out.")
+        return build_module(options["module"])
     texts = (
         sample_texts()
         if options["text"] is None
-        else read_texts(options["text"], paragraphs=options["paragraphs"])
+        else read_texts(options["text"], paragraphs=options.get("paragraphs", False))
     )
     names = ("device", "dtype", "trust_remote_code")
     source = load_model(options["model"], **{name: options[name] for name in names})
-    batches = batch_texts(
+    if small:
+        return source, batch_texts(short_texts(texts), source)
+    return source, batch_texts(
         texts[: options["max_texts"]],
         source,
         max_tokens=options["max_tokens"],
         batch_size=options["batch_size"],
     )
+
+
+def _analyze(options: dict[str, Any]) -> tuple[Path, Tables]:
+    """Load, measure, and write the files of a run."""
+    from headprobe.analysis import Settings, analyze, run_inputs
+    from headprobe.report import run_folder, write
+
+    source, batches = _inputs(options)
     settings = Settings(options["similarity"], options["seed"], options["all_rows"])
     folder = options["out"] or Path("reports") / source.name
     started = datetime.now(UTC)

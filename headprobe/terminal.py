@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,11 @@ import click
 from headprobe.errors import HeadprobeError
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
     from rich.table import Table
 
+    from headprobe.doctor import Examination
     from headprobe.report import Tables
 
 Item = TypeVar("Item")
@@ -32,6 +36,8 @@ def plain_errors(*, debug: bool) -> Iterator[None]:
     """Turn what went wrong into one sentence and exit code 1; with `debug`, show the traceback."""
     try:
         yield
+    except click.ClickException:  # says what it has to say in its own way
+        raise
     except KeyboardInterrupt:
         raise click.ClickException("stopped; nothing was written.") from None
     except Exception as error:
@@ -57,11 +63,7 @@ def progress(items: Sequence[Item], label: str) -> Iterator[Iterable[Item]]:
 
 def results(tables: Tables, folder: Path) -> None:
     """Print a line per layer, the verdict, and what was written."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
+    console = _console()
     console.print(_layers(tables))
     console.print(f"\n{tables.summary['verdict']}")
     for left in tables.summary["left_out"]:
@@ -69,6 +71,75 @@ def results(tables: Tables, folder: Path) -> None:
     console.print("Layers and heads count from 0; means over the heads of a layer.")
     names = ", ".join(sorted(path.name for path in folder.iterdir()))
     console.print(f"\nWritten to {click.format_filename(folder)}: {names}", soft_wrap=True)
+
+
+def examination(found: Examination, name: str) -> None:
+    """Print a line per attention call, what is wrong, and a verdict."""
+    console = _console()
+    rows = found.table()
+    if len(rows):
+        console.print(_calls(rows))
+        console.print()
+    for site in found.without_softmax:
+        console.print(f"No weights to look at: {site}: {found.profile.left_out[site]}.")
+    for before, instead in found.profile.switched.items():
+        console.print(f"Switched while it was watched: attention in {before} ran as {instead}.")
+    if found.padding_difference is not None:
+        moved = f"moves the output of a text by {found.padding_difference:.1e} of its largest entry"
+        console.print(f"Padding {moved}.")
+    for problem in found.problems:
+        console.print(f"Wrong: {problem}.")
+    worst = rows["reconstruction_error"].max() if len(rows) else math.nan
+    console.print(
+        f"{name}: {len(rows)} attention calls captured; weights times values are within "
+        f"{worst:.1e} of what the model computed; {len(found.problems)} problems."
+    )
+    console.print("Layers and heads count from 0; errors are relative to the largest entry.")
+
+
+def _calls(rows: pd.DataFrame) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in _CALL_COLUMNS:
+        table.add_column(title, overflow="fold")
+    for row in rows.to_dict("records"):
+        low, high = row["row_sum_low"], row["row_sum_high"]
+        shared = "" if row["heads"] == row["kv_heads"] else f" ({row['kv_heads']} kv)"
+        dims = {row["query_dim"], row["value_dim"]} - {None}
+        table.add_row(
+            row["site"] or "(the model)",
+            f"{row['stack']} {row['kind']} {row['layer']}".strip(),
+            f"{row['heads']}{shared}",
+            "/".join(f"{dim:.0f}" for dim in sorted(d for d in dims if d == d)),
+            row["captured_at"],
+            f"{low:.3f}" if high - low < _ROUNDING else f"{low:.3f} to {high:.3f}",
+            "" if row["padding_mass"] is None else _tiny(row["padding_mass"]),
+            _tiny(row["reconstruction_error"]),
+            "yes" if row["ablation"] else "no",
+            row["pruning"],
+        )
+    return table
+
+
+_CALL_COLUMNS = (
+    *("module", "layer", "heads", "dim", "captured at", "rows sum to", "on padding", "error"),
+    *("ablate", "prune"),
+)
+_ROUNDING = 5e-4
+
+
+def _tiny(value: float | None) -> str:
+    return "" if value is None or value != value else f"{value:.0e}" if value else "0"
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    return console
 
 
 def _layers(tables: Tables) -> Table:

@@ -713,3 +713,22 @@ def test_each_kernel_is_restored():
         assert model.encoder.config._attn_implementation == "eager"
     assert model.config._attn_implementation == "flex_attention"
     assert model.encoder.config._attn_implementation == "eager"
+
+
+def test_keys_and_values_may_be_shared_by_groups_of_other_sizes():
+    def shared(q, k, v):
+        return F.scaled_dot_product_attention(q, k[:, :2], v, enable_gqa=True)
+
+    model, inputs = Nano(attend=shared).eval(), {"idx": torch.randint(0, 60, (2, 9))}
+    _, (call,), _ = run(model, inputs)
+    assert call.kv_heads == 4
+    assert call.reconstruction_error(at_all_rows(call)) < 1e-5
+
+
+def test_numbers_without_axes_may_be_derived_from_the_input():
+    class Scaled(Nano):
+        def forward(self, idx):
+            return super().forward(idx) * (idx.sum() * torch.ones(2, 3, 1, 1)).mean()
+
+    _, calls, _ = run(Scaled(attend=flash).eval(), {"idx": torch.ones(2, 9, dtype=torch.long)})
+    assert len(calls) == 1

@@ -75,7 +75,12 @@ def test_the_other_commands_of_the_readme_exist():
 @pytest.mark.parametrize("block", blocks("python"))
 def test_the_python_of_the_readme_runs(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "README.md", "exec"), {})
+    if "def build()" in block:
+        (tmp_path / "mine.py").write_text(block)
+        assert "`headprobe analyze --module mine.py:build`" in README
+        cli.main(["analyze", "--module", "mine.py:build"], standalone_mode=False)
+    else:
+        exec(compile(block, "README.md", "exec"), {})
     assert "heads" in capsys.readouterr().out
 
 

@@ -134,13 +134,10 @@ class AttentionCall:
         as one (looked at in three positions of the first sequence: some models set padding to 0,
         where all heads are equal).
         """
-        given = self.value.shape[1]
         looked_at = [0, self.keys // 2, -1]
         sides = [side[0][:, looked_at] for side in (self.key, self.value) if side is not None]
-        for group in range(given, 1, -1):
-            if given % group == 0 and all(_repeats(side, group) for side in sides):
-                return given // group
-        return given
+        # Keys and values may be shared by groups of other sizes: heads that share both share one.
+        return max(_distinct_heads(side) for side in sides)
 
     def blocks(self, size: int) -> Iterator[Block]:
         """All query rows in order, `size` at a time; the whole map is never rebuilt at once."""
@@ -254,6 +251,12 @@ def _four_axes(mask: Tensor, *, batched: bool = False) -> Tensor:
     return mask[(None,) * (4 - mask.dim())]
 
 
-def _repeats(side: Tensor, group: int) -> bool:
-    grouped = side.unflatten(0, (-1, group))
-    return bool(torch.equal(grouped, grouped[:, :1].expand_as(grouped)))
+def _distinct_heads(side: Tensor) -> int:
+    """How many heads there are, equal neighbours counted as one, all groups of one size."""
+    given = len(side)
+    for group in range(given, 1, -1):
+        if given % group == 0:
+            grouped = side.unflatten(0, (-1, group))
+            if torch.equal(grouped, grouped[:, :1].expand_as(grouped)):
+                return given // group
+    return given

@@ -190,6 +190,8 @@ def _merge(first: Trace, second: Trace) -> Trace:
 
 def _is_still_a_map(source: Tensor, result: Tensor) -> bool:
     """Whether rows stay rows and keys stay keys; a learned sink's column may be dropped."""
+    if not source.dim():
+        return False
     keys = source.shape[-1]
     if result.dim() < 3 or result.shape[-1] not in (keys, keys - 1) or not result.numel():
         return False

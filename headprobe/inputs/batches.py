@@ -7,7 +7,7 @@ import inspect
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headprobe.errors import HeadprobeError
 from headprobe.inputs.models import Source
@@ -36,18 +36,20 @@ class TextBatches:
         skipped: how many texts were left out because they have no token of their own.
         token_classes: "special": all special ids of the tokenizer; "punctuation": those ids in the
             batches that stand for punctuation or symbols only.
-        max_tokens: the limit that was used, special tokens included.
-        texts_hash: SHA-256 of the texts that the batches hold.
+        max_tokens: the limit that was used, special tokens included; None: there was none.
+        texts_hash: SHA-256 of the texts that the batches hold; None if there are no texts.
+        batch_first: whether tensors are [batch, tokens, ...], not [tokens, batch, ...].
     """
 
-    batches: list[dict[str, Tensor]]
+    batches: list[dict[str, Any]]
     texts: int
     tokens: int
     cut: int
     skipped: int
-    token_classes: dict[str, frozenset[int]]
-    max_tokens: int
-    texts_hash: str
+    token_classes: Mapping[str, Iterable[int]]
+    max_tokens: int | None
+    texts_hash: str | None
+    batch_first: bool = True
 
 
 def batch_texts(
@@ -82,7 +84,7 @@ def batch_texts(
         tokens=sum(len(row["input_ids"]) for row in rows),
         cut=cut,
         skipped=len(texts) - len(rows),
-        token_classes=_token_classes(rows, source.tokenizer),
+        token_classes=_token_classes(rows, source.reader),
         max_tokens=limit,
         texts_hash=_hash(used),
     )
@@ -92,7 +94,7 @@ def _tokenise(
     texts: list[str], source: Source, limit: int
 ) -> tuple[list[dict[str, list[int]]], list[str], int]:
     """The tokenizer's lists per text that has tokens; these texts; how many of them were cut."""
-    tokenizer = source.tokenizer
+    tokenizer = source.reader
     added = len(tokenizer("")["input_ids"])  # special tokens alone
     if limit <= added:
         raise ValueError(
@@ -149,7 +151,7 @@ def _batch(rows: list[dict[str, list[int]]], source: Source) -> dict[str, Tensor
         full = [values + [fill] * (length - len(values)) for values in lists]
         return torch.tensor(full, dtype=torch.int64, device=device)
 
-    pad = _pad_id(source.tokenizer)
+    pad = _pad_id(source.reader)
     keywords = _keywords(source.model)
     mask = padded(([1] * len(row["input_ids"]) for row in rows), 0)
     batch = {
@@ -173,7 +175,7 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def _decoder_start(source: Source) -> int:
     configs = [source.model.config, getattr(source.model, "generation_config", None)]
     starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
-    tokenizer = source.tokenizer
+    tokenizer = source.reader
     return _first_known(*starts, tokenizer.bos_token_id, _pad_id(tokenizer))
 
 

@@ -23,29 +23,40 @@ _SMALL_VOCABULARY = 256  # T5's made-up one has 104 entries; files may have othe
 
 @dataclass(frozen=True)
 class Source:
-    """A loaded model in eval mode with its tokenizer, and where they come from.
+    """A loaded model with its tokenizer, and where they come from.
 
     Attributes:
         model: the model.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer; None for a module that a person's own code made.
         name: a short name, safe as the name of a folder.
         class_name: the model's class.
         revision: the hub's commit, for a model from the hub.
         weights_sha256: SHA-256 of the weight file, for a model from a folder; of several weight
             files one after the other, in the order of their names.
-        dtype: of the model's weights.
+        dtype: of the model's weights; None if it has none.
         max_positions: the most tokens that the model can read, special ones included; None if it
             has no such limit.
     """
 
     model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     name: str
     class_name: str
     revision: str | None
     weights_sha256: str | None
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     max_positions: int | None
+
+    @property
+    def reader(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            HeadprobeError: if there is none.
+        """
+        if self.tokenizer is None:
+            raise HeadprobeError(f"{self.name!r} has no tokenizer: it can't be run on texts.")
+        return self.tokenizer
 
 
 def load_model(

@@ -26,6 +26,11 @@ def sample_texts() -> list[str]:
     return [text for name in _SAMPLES for text in _lines((folder / name).read_text("utf-8"))]
 
 
+def short_texts(texts: list[str]) -> list[str]:
+    """The first four texts, cut to unlike lengths: a batch of them is small and has padding."""
+    return [text[: 60 * number] for number, text in enumerate(texts[:4], start=1)]
+
+
 def read_texts(source: str | Path, *, paragraphs: bool = False) -> list[str]:
     """Read texts from a file or from standard input.
 
