@@ -732,3 +732,32 @@ def test_numbers_without_axes_may_be_derived_from_the_input():
 
     _, calls, _ = run(Scaled(attend=flash).eval(), {"idx": torch.ones(2, 9, dtype=torch.long)})
     assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_generation_with_a_cache_is_seen_step_by_step():
+    """First all queries, then one a step; grouped heads may then come as rows of one head."""
+    model, inputs = make("llama-sdpa")
+    eager, _ = make("llama-eager")
+    calls = []
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad(), Capture(model, calls.append):
+        tokens = model.generate(**inputs, **options)
+    expected = eager.generate(
+        **inputs, **options, return_dict_in_generate=True, output_attentions=True
+    )
+    assert torch.equal(tokens, expected.sequences)
+    maps = [layer for step in expected.attentions for layer in step]
+    assert len(calls) == len(maps) == 6
+    for call, weights in zip(calls, maps, strict=True):
+        assert (call.heads, call.kv_heads) == (4, 2)
+        assert call.output_projection is not None
+        torch.testing.assert_close(whole(call), weights)
+
+
+def test_a_text_of_one_token_has_all_its_heads():
+    model, _ = make("llama-sdpa")
+    inputs = {"input_ids": torch.tensor([[5], [6]]), "attention_mask": torch.ones(2, 1).long()}
+    _, calls, _ = run(model, inputs)
+    assert [(call.heads, call.queries) for call in calls] == [(4, 1)] * 2
+    assert len(headprobe.profile(model, [inputs]).heads()) == 8

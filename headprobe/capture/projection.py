@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,35 @@ class Pending:
             return False
         width = self.call.heads * self.call.value.shape[-1]
         return any(taken.shape[-1] != width for *_, taken in self.consumers.maps)
+
+    def unpack(self) -> None:
+        """Where the heads of a group came as the rows of one, give each its place.
+
+        A model may do that for a single query position, so that keys need not be repeated. W_O
+        tells: it takes the rows side by side.
+        """
+        call = self.call
+        width = call.heads * call.queries * call.value.shape[-1]
+        taken = [x for *_, x in self.consumers.maps if not self.consumers.obstacles]
+        if call.query is None or call.queries == 1 or not taken:
+            return
+        if any(x.shape[-1] != width or x.numel() != call.batch * width for x in taken):
+            return
+
+        output = call.output
+        self.call = replace(
+            call,
+            query=_per_row(call.query, call.heads),
+            mask=None if call.mask is None else _per_row(call.mask, call.heads),
+            output=None if output is None else _per_row(output, call.heads),
+        )
+
+
+def _per_row(side: Tensor, heads: int) -> Tensor:
+    """[batch, heads * rows, 1, ...] from [batch, heads, rows, ...]; the same for all rows stays."""
+    if side.dim() < 4 or side.shape[2] == 1:
+        return side
+    return side.expand(-1, heads, -1, -1).flatten(1, 2)[:, :, None]
 
 
 def output_projection(

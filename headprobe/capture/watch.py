@@ -71,6 +71,7 @@ class Watch:
         if pending is None:
             return
         try:
+            pending.unpack()
             if pending.misread:
                 self.unreadable(pending.call.site, FOLDED)
             else:
