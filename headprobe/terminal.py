@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,8 +66,9 @@ def results(tables: Tables, folder: Path) -> None:
     console = _console()
     console.print(_layers(tables))
     console.print(f"\n{tables.summary['verdict']}")
-    for left in tables.summary["left_out"]:
-        console.print(f"Left out: {left['site']}: {left['reason']}.")
+    left_out = {left["site"]: left["reason"] for left in tables.summary["left_out"]}
+    for line in _by_reason(left_out):
+        console.print(f"Left out: {line}.")
     console.print("Layers and heads count from 0; means over the heads of a layer.")
     names = ", ".join(sorted(path.name for path in folder.iterdir()))
     console.print(f"\nWritten to {click.format_filename(folder)}: {names}", soft_wrap=True)
@@ -80,8 +81,9 @@ def examination(found: Examination, name: str) -> None:
     if len(rows):
         console.print(_calls(rows))
         console.print()
-    for site in found.without_softmax:
-        console.print(f"No weights to look at: {site}: {found.profile.left_out[site]}.")
+    without = {site: found.profile.left_out[site] for site in found.without_softmax}
+    for line in _by_reason(without):
+        console.print(f"No weights to look at: {line}.")
     for before, instead in found.profile.switched.items():
         console.print(f"Switched while it was watched: attention in {before} ran as {instead}.")
     if found.padding_difference is not None:
@@ -95,6 +97,20 @@ def examination(found: Examination, name: str) -> None:
         f"{worst:.1e} of what the model computed; {len(found.problems)} problems."
     )
     console.print("Layers and heads count from 0; errors are relative to the largest entry.")
+
+
+def _by_reason(left_out: Mapping[str, str]) -> list[str]:
+    """A line per reason, with the modules that it holds for."""
+    sites: dict[str, list[str]] = {}
+    for site, reason in left_out.items():
+        sites.setdefault(reason, []).append(site or "the model")
+    return [
+        f"{', '.join(some[:_FEW])}{f' and {len(some) - _FEW} more' if some[_FEW:] else ''}: {reason}"
+        for reason, some in sites.items()
+    ]
+
+
+_FEW = 3
 
 
 def _calls(rows: pd.DataFrame) -> Table:

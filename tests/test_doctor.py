@@ -128,3 +128,10 @@ def test_the_command_fails_where_something_is_wrong(tmp_path):
     assert result.exit_code == 1
     assert "its rows don't sum to 1" in result.output
     assert "1 attention calls captured" in result.output
+
+
+def test_modules_that_are_left_out_for_one_reason_share_a_line():
+    from headprobe.terminal import _by_reason
+
+    lines = _by_reason({"a": "x", "b": "y", "c": "x", "d": "x", "e": "x"})
+    assert lines == ["a, c, d and 1 more: x", "b: y"]
