@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +37,8 @@ _PIPED_WIDTH = 200
 def plain_errors(*, debug: bool) -> Iterator[None]:
     """Turn what went wrong into one sentence and exit code 1; with `debug`, show the traceback."""
     try:
-        yield
+        with _stopped_like_ctrl_c():
+            yield
     except click.ClickException:  # says what it has to say in its own way
         raise
     except KeyboardInterrupt:
@@ -44,6 +47,19 @@ def plain_errors(*, debug: bool) -> Iterator[None]:
         if debug:
             raise
         raise click.ClickException(_sentence(error)) from error
+
+
+@contextmanager
+def _stopped_like_ctrl_c() -> Iterator[None]:
+    """A process that is told to end clears away what is unfinished."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -104,8 +120,11 @@ def _by_reason(left_out: Mapping[str, str]) -> list[str]:
     sites: dict[str, list[str]] = {}
     for site, reason in left_out.items():
         sites.setdefault(reason, []).append(site or "the model")
+    more = {
+        reason: f" and {len(some) - _FEW} more" for reason, some in sites.items() if some[_FEW:]
+    }
     return [
-        f"{', '.join(some[:_FEW])}{f' and {len(some) - _FEW} more' if some[_FEW:] else ''}: {reason}"
+        f"{', '.join(some[:_FEW])}{more.get(reason, '')}: {reason}"
         for reason, some in sites.items()
     ]
 

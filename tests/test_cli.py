@@ -479,7 +479,8 @@ main()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="an interrupt is sent in another way")
-def test_interrupt_leaves_no_half_report(tmp_path, bert):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_leaves_no_half_report(tmp_path, bert, sent):
     (tmp_path / "texts.txt").write_text(texts([100] * 5000), "utf-8")
     options = ["--text", "texts.txt", "--out", "deep/out", "--batch-size", "1"]
     command = [sys.executable, "-c", INTERRUPTIBLE, "analyze", str(bert), *options]
@@ -488,7 +489,7 @@ def test_interrupt_leaves_no_half_report(tmp_path, bert):
         while not list(tmp_path.glob("deep/.headprobe-*")) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (1, "Error: stopped; nothing was written.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["texts.txt"]
