@@ -20,6 +20,8 @@ _HOMES = {
     "attention_weights": "headprobe.attention",
     "diagnose": "headprobe.diagnosis",
     "examine": "headprobe.doctor",
+    "from_attentions": "headprobe.profile",
+    "write_report": "headprobe.analysis",
 }
 
 # `headprobe.profile` is the package and, called, the function of that name in it.

@@ -7,13 +7,14 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headprobe import __version__
 from headprobe.diagnosis import DEFAULT_SIMILARITY, Diagnosis, diagnose
-from headprobe.errors import NoAttentionError
+from headprobe.errors import HeadprobeError, NoAttentionError
 from headprobe.profile import Profile, Sampling, glossary, profile
-from headprobe.report import Tables
+from headprobe.report import Tables, run_folder, write
 
 if TYPE_CHECKING:
     from headprobe.inputs import Source, TextBatches
@@ -85,9 +86,58 @@ def analyze(
         raise NoAttentionError(
             f"no attention map of {source.name!r} can be shown: in {site!r}, {reason}"
         )
+    described = _described(source, texts, settings, measured)
+    return measured, tables(measured, described, settings.similarity)
+
+
+def write_report(
+    profile: Profile,
+    folder: str | Path,
+    *,
+    name: str = "given maps",
+    similarity: float = DEFAULT_SIMILARITY,
+    force: bool = False,
+) -> Path:
+    """Write a profile's report, as `headprobe analyze` does, without the model.
+
+    Args:
+        profile: loaded, merged, or made of given maps.
+        folder: it appears whole, or not at all; one that holds an earlier report is replaced.
+        name: what to call the model.
+        similarity: heads of a layer form a group from this average similarity on, 0 to 1.
+        force: replace a folder that holds other files, too.
+
+    Returns:
+        The folder.
+
+    Raises:
+        HeadprobeError: if the profile has no head, or the folder can't be written or replaced.
+        ValueError: if `similarity` is not above 0 and at most 1.
+    """
+    if not profile.measured:
+        raise HeadprobeError("the profile has no head: nothing was measured, so nothing to report")
+    described = {
+        "model": {"name": name, "fingerprint": profile.settings.get("model")},
+        "texts": {"texts": profile.texts, "tokens": profile.tokens},
+        "settings": {"similarity": similarity, **_sampled(profile)},
+    }
+    with run_folder(Path(folder), force=force) as unfinished:
+        profile.save(unfinished / "profile.safetensors")
+        write(tables(profile, described, similarity), unfinished)
+    return Path(folder)
+
+
+def tables(measured: Profile, described: Mapping[str, Any], similarity: float) -> Tables:
+    """The finished tables of a profile.
+
+    Args:
+        measured: the profile.
+        described: parts of the summary that tell where it comes from.
+        similarity: heads of a layer form a group from this average similarity on.
+    """
     pairs = measured.pairs()
-    found = diagnose(measured.heads(), pairs, measured.layers(), similarity=settings.similarity)
-    tables = Tables(
+    found = diagnose(measured.heads(), pairs, measured.layers(), similarity=similarity)
+    return Tables(
         heads=found.heads,
         similarity=pairs,
         layers=found.layers,
@@ -96,25 +146,26 @@ def analyze(
         flags=found.flags,
         advice=found.advice,
         glossary=glossary(),
-        summary=_summary(source, texts, settings, measured, found),
+        summary=_summary(measured, found, described),
     )
-    return measured, tables
 
 
-def _summary(
-    source: Source, texts: TextBatches, settings: Settings, measured: Profile, found: Diagnosis
-) -> dict[str, Any]:
-    sampling = settings.sampling(texts.texts)
+def _sampled(profile: Profile) -> dict[str, Any]:
+    """On which rows heads were compared."""
+    rows, across = (profile.settings.get(name) for name in ("rows", "rows_across"))
     return {
-        "tool": "headprobe",
-        "verdict": found.verdict,
-        "counts": {
-            "heads": len(found.heads),
-            "layers": len(found.layers),
-            "groups": len(found.groups),
-            "similar_heads": int((found.heads["verdict"] == "similar").sum()),
-            "flags": found.flags["flag"].value_counts().to_dict(),
-        },
+        "seed": profile.settings.get("seed"),
+        "rows": "all" if rows is None else rows,
+        "rows_across_layers": across or "the same",
+        "most_pairs": profile.settings.get("pairs"),
+    }
+
+
+def _described(
+    source: Source, texts: TextBatches, settings: Settings, measured: Profile
+) -> dict[str, Any]:
+    """What is known of the model, the texts and the settings of a run."""
+    return {
         "model": {
             "name": source.name,
             "class": source.class_name,
@@ -132,15 +183,27 @@ def _summary(
         "settings": {
             "max_tokens": texts.max_tokens,
             "similarity": settings.similarity,
-            "seed": settings.seed,
-            "rows": "all" if sampling.rows is None else sampling.rows,
-            "rows_across_layers": sampling.rows_across or "the same",
-            "most_pairs": sampling.pairs,
+            **_sampled(measured),
             "dtype": str(source.dtype).removeprefix("torch."),
             "device": str(next((p.device for p in source.model.parameters()), "none")),
             "attention": getattr(getattr(source.model, "config", None), "_attn_implementation", ""),
             "switched": measured.switched,
         },
+    }
+
+
+def _summary(measured: Profile, found: Diagnosis, described: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "tool": "headprobe",
+        "verdict": found.verdict,
+        "counts": {
+            "heads": len(found.heads),
+            "layers": len(found.layers),
+            "groups": len(found.groups),
+            "similar_heads": int((found.heads["verdict"] == "similar").sum()),
+            "flags": found.flags["flag"].value_counts().to_dict(),
+        },
+        **described,
         "layers": [
             {
                 "kind": layer.kind,

@@ -124,5 +124,5 @@ def _gate_difference(
 def _pruning(layer: Layer) -> str:
     if layer.no_projection:
         return f"no: {layer.no_projection}"
-    group = layer.heads // layer.kv_heads
+    group = layer.heads // (layer.kv_heads or layer.heads)
     return "by head" if group == 1 else f"by group of {group} heads"

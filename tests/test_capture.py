@@ -761,3 +761,19 @@ def test_a_text_of_one_token_has_all_its_heads():
     _, calls, _ = run(model, inputs)
     assert [(call.heads, call.queries) for call in calls] == [(4, 1)] * 2
     assert len(headprobe.profile(model, [inputs]).heads()) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((lambda x: x,), TypeError, "the model is a function: expected a torch nn.Module"),
+        ((nn.Identity(), 3), TypeError, "observe is a int"),
+        ((nn.Identity(), None, {"": [1.0]}), TypeError, "is a list: expected a tensor"),
+        ((nn.Identity(), None, {"": torch.tensor(1.0)}), ValueError, r"is \[\]: expected"),
+        ((nn.Identity(), None, {"": torch.tensor([1.0, torch.nan])}), ValueError, "finite numbers"),
+    ],
+)
+def test_arguments_that_can_never_work_are_refused_at_once(arguments, kind, message):
+    model, observe, gates = (*arguments, None, None)[:3]
+    with pytest.raises(kind, match=message):
+        Capture(model, observe, gates=gates)

@@ -8,7 +8,7 @@ import torch
 from headprobe.statistics import BLOCKS, LAYER_STATISTICS, STATISTICS, PairSums, Rows, Statistic
 
 EVERY = (*STATISTICS, *LAYER_STATISTICS)
-KINDS = ("bidirectional", "causal", "cross")
+KINDS = ("bidirectional", "causal", "cross", "sink")
 
 every_statistic = pytest.mark.parametrize("statistic", EVERY, ids=lambda s: s.name)
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -33,7 +33,9 @@ class Made:
             if kind == "causal":
                 later = torch.ones(size, size, dtype=torch.bool).triu(1)
                 scores = scores.masked_fill(later, -torch.inf)
-            self.weights[text, :, some, some] = scores.softmax(-1)
+            sink = torch.full((heads, size, 1), 1.0 if kind == "sink" else -torch.inf)
+            both = torch.cat([scores, sink], dim=-1).softmax(-1)
+            self.weights[text, :, some, some] = both[..., :-1]
             self.valid[text, some] = True
             self.special[text, some.start] = self.special[text, some.start + size - 1] = True
             self.punctuation[text, some.start + 3] = True
@@ -56,6 +58,7 @@ class Made:
             key_valid=self.valid[texts],
             visible=visible,
             self_attention=self.kind != "cross",
+            sink=self.kind == "sink",
             classes={"special": self.special[texts], "punctuation": self.punctuation[texts]},
             z=self.z[texts][:, heads, some],
             projection_gram=self.gram[heads],
@@ -92,6 +95,7 @@ def cases():
         for statistic in EVERY
         for kind in KINDS
         if not (kind == "cross" and statistic.name in CROSSLESS)
+        and not (kind != "sink" and statistic.name == "missing")
     ]
 
 

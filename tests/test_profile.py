@@ -26,6 +26,7 @@ from headprobe.profile.names import Place, places
 from headprobe.profile.observer import Observer
 from headprobe.profile.texts import read_batch
 from headprobe.statistics import MEASURES, STATISTICS
+from tests.models import make
 
 NAMES = [statistic.name for statistic in STATISTICS]
 CLASSES = {"special": [1, 2], "punctuation": [3]}
@@ -1079,3 +1080,24 @@ def test_a_map_of_some_query_rows_is_left_out():
     in_blocks = profile(model, [{**inputs, "block_size": 4}])
     assert in_blocks.measured == ()
     assert in_blocks.left_out == {"": "its map has 4 of the 9 query rows (blocks, or a cache)"}
+
+
+@pytest.mark.parametrize("form", ["bool", "added", "zeros_and_ones"])
+def test_a_mask_of_queries_by_keys_that_hides_padding_is_refused(form):
+    model, inputs = make("bert-sdpa")
+    square = inputs["attention_mask"][:, None, None].expand(-1, 1, 9, -1).bool()
+    masks = {
+        "bool": square,
+        "added": torch.zeros(square.shape).masked_fill(~square, torch.finfo(torch.float32).min),
+        "zeros_and_ones": square.float(),
+    }
+    batch = {"input_ids": inputs["input_ids"], "attention_mask": masks[form]}
+    with pytest.raises(ValueError, match="has 4 axes and hides keys from every query"):
+        profile(model, [batch])
+
+
+def test_a_mask_of_queries_by_keys_that_hides_nothing_from_all_is_the_models_affair():
+    model, inputs = make("bert-sdpa")
+    causal = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    result = profile(model, [{"input_ids": inputs["input_ids"], "attention_mask": causal}])
+    assert result.heads()["kind"].unique().tolist() == ["causal"]

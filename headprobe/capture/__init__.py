@@ -76,7 +76,8 @@ class Capture:
     Raises:
         NoAttentionError: on leaving the context, if the model ran and no attention was seen.
         HeadprobeError: on leaving the context, if a gate was never applied.
-        ValueError: if a gate has not one entry per head.
+        ValueError: if a gate has not one entry per head, or one that is no number.
+        TypeError: if the model is no module, a gate no tensor, or `observe` can't be called.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Capture:
         *,
         gates: Mapping[str, Tensor] | None = None,
     ) -> None:
+        _check_arguments(model, observe, gates or {})
         self.model = model
         self.calls = 0
         self._observe = observe
@@ -202,6 +204,21 @@ class Capture:
             "linear-attention models), or compute it where torch can't be watched (TorchScript, "
             "a custom kernel, another thread); run the plain PyTorch module in this thread"
         )
+
+
+def _check_arguments(model: object, observe: object, gates: Mapping[str, object]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}: expected a torch nn.Module")
+    if observe is not None and not callable(observe):
+        raise TypeError(f"observe is a {type(observe).__name__}: expected a function of a call")
+    for site, gate in gates.items():
+        if not isinstance(gate, Tensor):
+            raise TypeError(f"gates[{site!r}] is a {type(gate).__name__}: expected a tensor")
+        if gate.dim() not in (1, 2) or not bool(gate.isfinite().all()):
+            raise ValueError(
+                f"gates[{site!r}] is {list(gate.shape)}: expected finite numbers, [heads] or "
+                "[batch, heads]"
+            )
 
 
 def is_content(name: str) -> bool:

@@ -66,7 +66,7 @@ class AttentionCall:
         streams: names of the model inputs that the positions of queries and keys come from.
         query: [batch, heads, queries, dim], after rotary embedding, or None.
         key: [batch, kv_heads, keys + extra_keys, dim], or None.
-        value: [batch, kv_heads, keys + extra_keys, dim_v].
+        value: [batch, kv_heads, keys + extra_keys, dim_v], or None of a map that somebody kept.
         mask: broadcasts to [batch, heads, queries, keys + extra_keys]; True attends, or a float
             that is added to the scores.
         is_causal: key j is visible to query i if j <= i, on top of the mask.
@@ -86,7 +86,7 @@ class AttentionCall:
     call: int
     seam: str
     streams: tuple[str | None, str | None]
-    value: Tensor
+    value: Tensor | None
     query: Tensor | None = None
     key: Tensor | None = None
     mask: Tensor | None = None
@@ -124,16 +124,36 @@ class AttentionCall:
     @property
     def keys(self) -> int:
         """Number of key positions, extra keys left out."""
-        return self.value.shape[2] - self.extra_keys
+        keys = self._map.shape[3] if self.value is None else self.value.shape[2]
+        return keys - self.extra_keys
 
     @property
-    def kv_heads(self) -> int:
+    def device(self) -> torch.device:
+        """Where the attention was computed."""
+        return self._map.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's precision: of its values, or of a map without them."""
+        return self._map.dtype if self.value is None else self.value.dtype
+
+    @property
+    def width(self) -> int:
+        """Entries of the heads' outputs side by side, heads * dim_v."""
+        assert self.value is not None  # nothing is computed from a map alone
+        return self.heads * self.value.shape[-1]
+
+    @property
+    def kv_heads(self) -> int | None:
         """Number of distinct key and value heads: less than `heads` in grouped-query attention.
 
+        None without values, since a map doesn't show which heads share their keys.
         Models often repeat the key heads before they call the kernel, so equal neighbours count
         as one (looked at in three positions of the first sequence: some models set padding to 0,
         where all heads are equal).
         """
+        if self.value is None:
+            return None
         looked_at = [0, self.keys // 2, -1]
         sides = [side[0][:, looked_at] for side in (self.key, self.value) if side is not None]
         # Keys and values may be shared by groups of other sizes: heads that share both share one.
@@ -141,10 +161,9 @@ class AttentionCall:
 
     def blocks(self, size: int) -> Iterator[Block]:
         """All query rows in order, `size` at a time; the whole map is never rebuilt at once."""
-        device = self.value.device
         for start in range(0, self.queries, size):
             stop = min(start + size, self.queries)
-            rows = torch.arange(start, stop, device=device)
+            rows = torch.arange(start, stop, device=self.device)
             yield self._block(partial(_rows, start=start, stop=stop), rows)
 
     def at(self, index: Tensor) -> Block:
@@ -166,6 +185,7 @@ class AttentionCall:
         Args:
             block: rows from `at()` or `blocks()`.
         """
+        assert self.value is not None  # nothing is computed from a map alone
         z = weighted_values(block.weights, self.value[:, :, : self.keys])
         if block.extra is not None:
             z = z + weighted_values(block.extra, self.value[:, :, self.keys :])

@@ -30,8 +30,7 @@ class Pending:
         """Whether the linear map that took the output shows that the guess was wrong."""
         if not self.folded or self.consumers.obstacles:
             return False
-        width = self.call.heads * self.call.value.shape[-1]
-        return any(taken.shape[-1] != width for *_, taken in self.consumers.maps)
+        return any(taken.shape[-1] != self.call.width for *_, taken in self.consumers.maps)
 
     def unpack(self) -> None:
         """Where the heads of a group came as the rows of one, give each its place.
@@ -40,10 +39,10 @@ class Pending:
         tells: it takes the rows side by side.
         """
         call = self.call
-        width = call.heads * call.queries * call.value.shape[-1]
         taken = [x for *_, x in self.consumers.maps if not self.consumers.obstacles]
         if call.query is None or call.queries == 1 or not taken:
             return
+        width = call.width * call.queries
         if any(x.shape[-1] != width or x.numel() != call.batch * width for x in taken):
             return
 
@@ -92,7 +91,7 @@ def output_projection(
 def _heads_side_by_side(call: AttentionCall, taken: Tensor) -> bool:
     """Whether W_O's input is z with the heads on the feature axis, looked at in one position."""
     if call.output is None:
-        return taken.shape[-1] == call.heads * call.value.shape[-1]
+        return taken.shape[-1] == call.width
     z = call.output
     if taken.numel() != z.numel() or taken.shape[-1] != z.shape[1] * z.shape[3]:
         return False

@@ -4,11 +4,21 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from headprobe.profile.given import from_attentions
 from headprobe.profile.run import Sampling, fingerprint, profile
 from headprobe.profile.sums import Layer, Profile
 from headprobe.profile.tables import HEAD_KEY, glossary
 
-__all__ = ["HEAD_KEY", "Layer", "Profile", "Sampling", "fingerprint", "glossary", "profile"]
+__all__ = [
+    "HEAD_KEY",
+    "Layer",
+    "Profile",
+    "Sampling",
+    "fingerprint",
+    "from_attentions",
+    "glossary",
+    "profile",
+]
 
 
 class _Callable(ModuleType):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from headprobe.capture import AttentionCall, Block
 from headprobe.profile.texts import Texts
+
+NOT_FINITE = "its weights are not finite: a row whose keys are all masked, or broken parameters"
 
 PADDING_MASS = 1e-6
 """Attention to padding that rounding may leave."""
@@ -86,6 +89,15 @@ def audit(call: AttentionCall, texts: Texts, rows: int | None, at_once: int) -> 
     return replace(found, reason=_reason(call, found))
 
 
+def row_sum_tolerance(dtype: torch.dtype) -> float:
+    """How far rows of weights may be from a sum of 1 in a precision."""
+    return _tolerances(dtype).row_sum
+
+
+def _tolerances(dtype: torch.dtype) -> _Tolerances:
+    return _FULL_PRECISION if dtype in (torch.float32, torch.float64) else _LOW_PRECISION
+
+
 def _sides(call: AttentionCall, texts: Texts) -> tuple[Tensor, Tensor] | str:
     """Which queries and keys are no padding, or why that can't be told."""
     if call.batch != len(texts):
@@ -97,9 +109,8 @@ def _sides(call: AttentionCall, texts: Texts) -> tuple[Tensor, Tensor] | str:
     if same and call.queries < call.keys:
         # Rows of a block, or after a cache: which tokens they are is not known.
         return f"its map has {call.queries} of the {call.keys} query rows (blocks, or a cache)"
-    device = call.value.device
     masks = [
-        texts.mask(stream, length, device)
+        texts.mask(stream, length, call.device)
         for stream, length in zip(call.streams, (call.queries, call.keys), strict=True)
     ]
     for mask in masks:
@@ -111,11 +122,12 @@ def _sides(call: AttentionCall, texts: Texts) -> tuple[Tensor, Tensor] | str:
 
 def _reason(call: AttentionCall, found: Audit) -> str:
     """Why a call's map can't be shown; empty if it is the model's own."""
-    full = call.value.dtype in (torch.float32, torch.float64)
-    tolerance = _FULL_PRECISION if full else _LOW_PRECISION
+    tolerance = _tolerances(call.dtype)
     if not bool(found.sample.weights.isfinite().all()):
-        return "its weights are not finite: a row whose keys are all masked, or broken parameters"
+        return NOT_FINITE
     error = found.reconstruction_error
+    if error is not None and not math.isfinite(error):
+        return "its values or its output are not finite: broken parameters, or an overflow"
     if error is not None and not error <= tolerance.reconstruction:
         return (
             f"weights times values differ from what the model computed by {error:.2g} of its "

@@ -10,11 +10,11 @@ import torch
 
 from headprobe.capture import AttentionCall
 from headprobe.errors import HeadprobeError
-from headprobe.profile.audit import PADDING_MASS, Audit, audit
+from headprobe.profile.audit import NOT_FINITE, PADDING_MASS, Audit, audit
 from headprobe.profile.comparison import ROWS_AT_ONCE, Compared, compare
 from headprobe.profile.sums import Layer, Profile
 from headprobe.profile.texts import Texts
-from headprobe.statistics import LAYER_STATISTICS, STATISTICS, Rows, Statistic
+from headprobe.statistics import LAYER_STATISTICS, STATISTICS, OutputNorm, Rows, Statistic
 
 if TYPE_CHECKING:
     from headprobe.profile.run import Sampling
@@ -53,6 +53,14 @@ class Observer:
         # Keys of another number are another sequence, if only a pooled one: key i isn't query i.
         is_cross = call.streams[0] != call.streams[1] or call.queries != call.keys
         statistics, later = self._statistics(call, found, is_cross)
+        broken = {name for name, sums in statistics.items() if not sums.total.isfinite().all()}
+        if broken - {OutputNorm.name}:  # rows that are not among the sampled ones
+            self._left_out.setdefault(call.site, NOT_FINITE)
+            return
+        no_projection = call.no_projection
+        if broken:
+            del statistics[OutputNorm.name]
+            no_projection = "W_O has entries that are not finite: broken parameters"
         self._layers.append(
             Layer(
                 site=call.site,
@@ -61,9 +69,9 @@ class Observer:
                 streams=call.streams,
                 heads=call.heads,
                 kv_heads=call.kv_heads,
-                dims=(None if call.query is None else call.query.shape[-1], call.value.shape[-1]),
+                dims=_dims(call),
                 output_site=call.output_projection.site if call.output_projection else "",
-                no_projection=call.no_projection,
+                no_projection=no_projection,
                 is_cross=is_cross,
                 later_keys=later,
                 reconstruction_error=found.reconstruction_error,
@@ -72,20 +80,7 @@ class Observer:
                 statistics=statistics,
             )
         )
-        self._compared.append(
-            Compared(
-                address=(call.site, call.call),
-                heads=call.heads,
-                axes=(*call.streams, call.queries, call.keys),
-                sink=call.sink,
-                source=found.sample
-                if self._sampling.rows is not None
-                else replace(call, output=None),
-                index=found.index,
-                real=found.real,
-                key_valid=found.key_valid,
-            )
-        )
+        self._compared.append(_to_compare(call, found, self._sampling))
 
     def finish(self, unread: Mapping[str, str], settings: Mapping[str, Any]) -> Profile:
         """Compare the layers and give everything that was measured.
@@ -147,6 +142,26 @@ class Observer:
         tokens = key_valid.sum(dim=1).cpu()
         blocks = self._texts.blocks
         return {name: total.in_blocks(blocks, tokens) for name, total in sums.items()}, later
+
+
+def _dims(call: AttentionCall) -> tuple[int | None, int | None]:
+    sides = (call.query, call.value)
+    query, value = (None if side is None else side.shape[-1] for side in sides)
+    return query, value
+
+
+def _to_compare(call: AttentionCall, found: Audit, sampling: Sampling) -> Compared:
+    """The rows that are compared: those of the sample, or the call to make all rows from."""
+    return Compared(
+        address=(call.site, call.call),
+        heads=call.heads,
+        axes=(*call.streams, call.queries, call.keys),
+        sink=call.sink,
+        source=found.sample if sampling.rows is not None else replace(call, output=None),
+        index=found.index,
+        real=found.real,
+        key_valid=found.key_valid,
+    )
 
 
 def _later_keys(rows: Rows) -> int:

@@ -37,8 +37,12 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("rows", "rows_across"):
             number = getattr(self, name)
-            if number is not None and number < 1:
+            if number is not None and not (isinstance(number, int) and number >= 1):
                 raise ValueError(f"{name} is {number}: expected 1 or more, or None for all rows")
+        for name in ("pairs", "seed"):
+            number = getattr(self, name)
+            if not (isinstance(number, int) and number >= 0):
+                raise ValueError(f"{name} is {number}: expected a whole number, 0 or more")
 
 
 def profile(
@@ -65,11 +69,12 @@ def profile(
 
     Returns:
         The sums. `.heads()`, `.pairs()` and `.layers()` are the tables; `+` adds other texts.
+        Of no batches the empty profile, which changes no sum.
 
     Raises:
         NoAttentionError: if the model ran and no attention was seen.
         HeadprobeError: if padding can't be kept out of the numbers.
-        TypeError: if a batch is not a mapping of keywords.
+        TypeError: if the model is no module, or a batch is not a mapping of keywords.
         ValueError: if nothing in a batch has a batch axis and positions, or a class is unknown.
 
     Example:
@@ -78,11 +83,12 @@ def profile(
         >>> len(result.heads())
         2
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}: expected a torch.nn.Module, which names its parts"
+        )
     sampling = sampling or Sampling()
-    classes = {name: frozenset(ids) for name, ids in (token_classes or {}).items()}
-    unknown = sorted(classes.keys() - set(TOKEN_CLASSES))
-    if unknown:
-        raise ValueError(f"token class {unknown[0]!r}: expected {' or '.join(TOKEN_CLASSES)}")
+    classes = checked_classes(token_classes)
     settings = {"model": fingerprint(model), **sampling.__dict__, "classes": sorted(classes)}
     total = Profile()
     checked_left_padding = False
@@ -100,6 +106,26 @@ def profile(
                 model(**inputs)
             total += observer.finish(capture.unread, settings)
     return replace(total, switched=dict(switched))
+
+
+def checked_classes(
+    token_classes: Mapping[str, Iterable[int]] | None,
+) -> dict[str, frozenset[int]]:
+    """Token class -> token ids.
+
+    Raises:
+        ValueError: if there is no statistic for a class.
+        TypeError: if a class has anything but token ids.
+    """
+    classes = {name: frozenset(ids) for name, ids in (token_classes or {}).items()}
+    unknown = sorted(classes.keys() - set(TOKEN_CLASSES))
+    if unknown:
+        raise ValueError(f"token class {unknown[0]!r}: expected {' or '.join(TOKEN_CLASSES)}")
+    for name, ids in classes.items():
+        for token in ids:
+            if not isinstance(token, int):
+                raise TypeError(f"token class {name!r} has {token!r}: expected token ids (int)")
+    return classes
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -32,12 +32,12 @@ class Layer:
     Attributes:
         site: the module's name.
         call: how many calls the module made before in the same pass.
-        seam: where the call was seen (`AttentionCall.seam`).
+        seam: where the call was seen (`AttentionCall.seam`), or `given` of a map that was.
         streams: the inputs that the positions of queries and keys come from.
         heads: number of query heads.
-        kv_heads: number of key and value heads.
-        dims: width of a head's queries and of its values; the first is None where the model made
-            the scores itself.
+        kv_heads: number of key and value heads; None where only maps were given.
+        dims: width of a head's queries and of its values; None where that is not known: the model
+            made the scores itself, or only maps were given.
         output_site: the module that W_O belongs to; empty if it is not known.
         no_projection: why W_O is not known; empty if it is.
         is_cross: whether queries and keys come from different sequences.
@@ -54,8 +54,8 @@ class Layer:
     seam: str
     streams: tuple[str | None, str | None]
     heads: int
-    kv_heads: int
-    dims: tuple[int | None, int]
+    kv_heads: int | None
+    dims: tuple[int | None, int | None]
     output_site: str
     no_projection: str
     is_cross: bool
@@ -79,10 +79,11 @@ class Layer:
 
     def __add__(self, other: Layer) -> Layer:
         low, high = zip(self.row_sums, other.row_sums, strict=True)
+        kv_heads = [e.kv_heads for e in (self, other)]
         return replace(
             self,
             # Heads that share keys share them in every text; others may look alike in one.
-            kv_heads=max(self.kv_heads, other.kv_heads),
+            kv_heads=max((n for n in kv_heads if n is not None), default=None),
             no_projection=self.no_projection or other.no_projection,
             is_cross=self.is_cross or other.is_cross,
             later_keys=self.later_keys + other.later_keys,

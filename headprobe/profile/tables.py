@@ -29,7 +29,7 @@ def heads(profile: Profile) -> pd.DataFrame:
         {
             **key,
             "site": layer.site,
-            "kv_group": key["head"] * layer.kv_heads // layer.heads,
+            "kv_group": layer.kv_heads and key["head"] * layer.kv_heads // layer.heads,
             **{name: values[name][key["head"]] for name in names},
         }
         for layer, keys in zip(profile.measured, _keys(profile), strict=True)
@@ -37,6 +37,7 @@ def heads(profile: Profile) -> pd.DataFrame:
         for key in keys
     ]
     table = pd.DataFrame(rows, columns=[*HEAD_KEY, "site", "kv_group", *names])
+    table = table.astype({"kv_group": "Int64"})  # missing where only maps were given
     # Columns keep their places: what was thought of later comes at the end.
     later = names[STATISTICS.index(OutputNorm) + 1 :]
     return pd.concat([table.drop(columns=later), _nearest(profile, table), table[later]], axis=1)

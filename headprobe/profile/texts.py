@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headprobe.capture import is_content
+from headprobe.capture import is_content, visible_keys
 from headprobe.errors import HeadprobeError
 from headprobe.statistics import BLOCKS
 
@@ -119,14 +119,17 @@ def read_batch(
 
     Args:
         batch: keywords of the model's forward. `attention_mask` belongs to `input_ids`,
-            `decoder_attention_mask` to `decoder_input_ids`; 1 is a token, 0 is padding.
+            `decoder_attention_mask` to `decoder_input_ids` and `encoder_attention_mask` to
+            `encoder_hidden_states`; 1 is a token, 0 is padding.
             In torch's `..._key_padding_mask` True is padding.
         seed: goes into the hash of each text.
         token_classes: class -> token ids.
         batch_first: whether contents are [batch, positions, ...], not [positions, batch, ...].
 
     Raises:
-        ValueError: if nothing in the batch has a batch axis and positions.
+        ValueError: if nothing in the batch has a batch axis and positions, there is no text in it,
+            or a mask has other axes or entries than a mask of padding.
+        TypeError: if a mask is no tensor.
         HeadprobeError: if a text has no token.
     """
     contents = {
@@ -140,6 +143,9 @@ def read_batch(
             f"a batch has {', '.join(map(repr, batch)) or 'nothing'}: expected a tensor "
             "[batch, positions, ...] that the model reads, such as input_ids"
         )
+    empty = next((name for name, content in contents.items() if not len(content)), None)
+    if empty is not None:
+        raise ValueError(f"{empty} is {list(contents[empty].shape)}: the batch has no text")
     valid = {name: mask for name in contents if (mask := _mask(name, contents, batch)) is not None}
     ids = {
         name: value.long()
@@ -166,6 +172,12 @@ def read_batch(
 _IDS = (torch.int64, torch.int32)
 
 
+def mask_of(stream: str) -> str:
+    """The name of the mask that tells the padding of an input."""
+    side, _, rest = stream.partition("_")
+    return f"{side}_attention_mask" if rest and side in ("encoder", "decoder") else "attention_mask"
+
+
 def _mask(name: str, contents: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor | None:
     """True for the tokens of an input, or None if nothing tells them from padding."""
     paddings = [f"{name}_key_padding_mask"]
@@ -175,10 +187,20 @@ def _mask(name: str, contents: Mapping[str, Tensor], batch: Mapping[str, Any]) -
         mask = batch.get(padding)
         if isinstance(mask, Tensor):
             return ~mask if mask.dtype == torch.bool else mask == 0
-    mask_name = "decoder_attention_mask" if name.startswith("decoder_") else "attention_mask"
+    mask_name = mask_of(name)
     mask, axes = batch.get(mask_name), list(contents[name].shape[:2])
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
+    if isinstance(mask, list | tuple | np.ndarray | str):
+        raise TypeError(f"{mask_name} is a {type(mask).__name__}: expected a tensor {axes}")
+    if not isinstance(mask, Tensor):
         return None
+    if mask.dim() > 2:
+        _check_hides_no_key(mask_name, mask)
+        return None
+    if not bool((mask >= 0).all()):
+        raise ValueError(
+            f"{mask_name} has negative entries or NaN: expected 1 for a token and 0 for padding, "
+            "not what is added to scores"
+        )
     # A model may shorten sound before it attends: the observer sees whether the lengths agree.
     if list(mask.shape) == axes or name in ("input_features", "input_values"):
         return mask.bool()
@@ -187,6 +209,21 @@ def _mask(name: str, contents: Mapping[str, Tensor], batch: Mapping[str, Any]) -
             f"{mask_name} is {list(mask.shape)}, {name} is {axes}: expected the same axes"
         )
     return None
+
+
+def _check_hides_no_key(name: str, mask: Tensor) -> None:
+    """A mask of queries by keys may make attention causal; which queries are padding it can't say.
+
+    Raises:
+        ValueError: if it hides a key from every query, as padding is hidden.
+    """
+    added = mask.is_floating_point() and bool((mask < 0).any())
+    allowed = visible_keys(mask) if added else mask.bool()
+    if not bool(allowed.any(dim=-2).all()):
+        raise ValueError(
+            f"{name} has {mask.dim()} axes and hides keys from every query: give it as [batch, "
+            "positions], 1 for a token and 0 for padding, so that padding can be told from tokens"
+        )
 
 
 def _check_tokens(valid: Mapping[str, Tensor]) -> None:
