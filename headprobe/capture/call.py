@@ -1,7 +1,9 @@
 """One attention call of a running model, and its weights, a block of query rows at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -158,6 +160,13 @@ class AttentionCall:
         sides = [side[0][:, looked_at] for side in (self.key, self.value) if side is not None]
         # Keys and values may be shared by groups of other sizes: heads that share both share one.
         return max(_distinct_heads(side) for side in sides)
+
+    def contiguous(self) -> AttentionCall:
+        """The same call, its keys and values laid out so that a product doesn't copy them first."""
+        key, value = (
+            None if side is None else side.contiguous() for side in (self.key, self.value)
+        )
+        return replace(self, key=key, value=value)
 
     def blocks(self, size: int) -> Iterator[Block]:
         """All query rows in order, `size` at a time; the whole map is never rebuilt at once."""

@@ -52,7 +52,7 @@ class Observer:
             )
         # Keys of another number are another sequence, if only a pooled one: key i isn't query i.
         is_cross = call.streams[0] != call.streams[1] or call.queries != call.keys
-        statistics, later = self._statistics(call, found, is_cross)
+        statistics, later = self._statistics(call.contiguous(), found, is_cross)
         broken = {name for name, sums in statistics.items() if not sums.total.isfinite().all()}
         if broken - {OutputNorm.name}:  # rows that are not among the sampled ones
             self._left_out.setdefault(call.site, NOT_FINITE)
