@@ -13,11 +13,11 @@ from headprobe.capture import NO_SOFTMAX, Capture, distinct
 from headprobe.errors import HeadprobeError
 from headprobe.profile import Layer, Profile, profile
 from headprobe.profile.padding import (
+    LeftPadding,
     difference,
     difference_alone,
     first_tensor,
     output_tolerance,
-    with_positions,
 )
 from headprobe.profile.run import evaluating
 
@@ -91,8 +91,8 @@ def examine(model: nn.Module, batch: Mapping[str, Any], *, batch_first: bool = T
             to padding.
     """
     found = profile(model, [batch], batch_first=batch_first)
-    inputs = distinct(with_positions(model, batch))
     with evaluating(model):
+        inputs = distinct(LeftPadding(model).inputs(batch))
         alone = difference_alone(model, inputs) if batch_first else None
         gated, gate_problem = _gate_difference(model, inputs, found)
     problems = [f"{site}: {why}" for site, why in found.left_out.items() if why != NO_SOFTMAX]

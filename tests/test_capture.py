@@ -777,3 +777,42 @@ def test_arguments_that_can_never_work_are_refused_at_once(arguments, kind, mess
     model, observe, gates = (*arguments, None, None)[:3]
     with pytest.raises(kind, match=message):
         Capture(model, observe, gates=gates)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_map_that_mixes_two_lots_of_values_is_measured_once(fused):
+    def halves(q, k, v):
+        if fused:
+            return torch.cat(
+                [F.scaled_dot_product_attention(q, k, half) for half in v.chunk(2, dim=-1)], dim=-1
+            )
+        weights = (q @ k.mT).mul(8**-0.5).softmax(dim=-1)
+        return torch.cat([weights @ half for half in v.chunk(2, dim=-1)], dim=-1)
+
+    model, inputs = Nano(attend=halves).eval(), {"idx": torch.randint(0, 60, (2, 9))}
+    _, calls, _ = run(model, inputs)
+    assert [call.repeats for call in calls] == [None, 0]
+    torch.testing.assert_close(whole(calls[0]), whole(calls[1]))
+    result = headprobe.profile(model, [inputs])
+    assert len(result.heads()) == 4
+    assert result.left_out == {}
+
+
+def test_two_maps_of_a_module_are_two():
+    def twice(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v) + F.scaled_dot_product_attention(k, q, v)
+
+    _, calls, _ = run(Nano(attend=twice).eval(), {"idx": torch.randint(0, 60, (2, 9))})
+    assert [call.repeats for call in calls] == [None, None]
+
+
+def test_a_mixture_of_states_is_no_attention_without_a_softmax():
+    class Mixed(Nano):
+        def forward(self, idx):
+            x = super().forward(idx)
+            mixing = x[..., :4, None] @ x[..., None, :4]  # [batch, positions, 4, 4]
+            return (mixing @ x.unflatten(-1, (4, 8))).flatten(2)
+
+    _, calls, capture = run(Mixed(attend=flash).eval(), {"idx": torch.randint(0, 60, (2, 9))})
+    assert len(calls) == 1
+    assert capture.unread == {}

@@ -1101,3 +1101,20 @@ def test_a_mask_of_queries_by_keys_that_hides_nothing_from_all_is_the_models_aff
     causal = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
     result = profile(model, [{"input_ids": inputs["input_ids"], "attention_mask": causal}])
     assert result.heads()["kind"].unique().tolist() == ["causal"]
+
+
+def test_a_model_that_counts_positions_by_itself_may_be_padded_on_the_left():
+    """It numbers them from its padding id on, not from 0: it is let alone."""
+    config = transformers.RobertaConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=37, pad_token_id=0, max_position_embeddings=40,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.RobertaModel(config).eval()
+    tokens = torch.randint(2, 60, (2, 9))
+    mask = torch.ones_like(tokens)
+    tokens[1, :4] = mask[1, :4] = 0
+    left = profile(model, [{"input_ids": tokens, "attention_mask": mask}])
+    alone = [{"input_ids": tokens[:1]}, {"input_ids": tokens[1:, 4:]}]
+    expected = profile(model, alone)
+    pd.testing.assert_frame_equal(left.heads(), expected.heads(), atol=2e-6)

@@ -64,6 +64,7 @@ class AttentionCall:
     Attributes:
         site: the module's name, as in `model.named_modules()`.
         call: how many calls the same module made before in this forward pass.
+        repeats: the earlier call of the same module that used the same map, if one did.
         seam: the function it was seen at: `sdpa`, `softmax` or `multi_head_attention_forward`.
         streams: names of the model inputs that the positions of queries and keys come from.
         query: [batch, heads, queries, dim], after rotary embedding, or None.
@@ -91,6 +92,7 @@ class AttentionCall:
     value: Tensor | None
     query: Tensor | None = None
     key: Tensor | None = None
+    repeats: int | None = None
     mask: Tensor | None = None
     is_causal: bool = False
     scale: float | None = None

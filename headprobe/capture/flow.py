@@ -49,7 +49,7 @@ class Softmaxed:
     site: str
     queries: int
     fate: str = "its result was never multiplied with values"
-    used: bool = False
+    used: tuple[str, int] | None = None  # the module and its call that multiplied it first
 
 
 @dataclass

@@ -52,9 +52,11 @@ def sdpa(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tensor: 
     mask = given.get("attn_mask")
     if mask is not None:
         mask = mask_axes(mask, query, batch)
+    number = watch.running.count_call(site)
     call = AttentionCall(
         site=site,
-        call=watch.running.count_call(site),
+        call=number,
+        repeats=watch.fused.repeats(query, key, site, number),
         seam="sdpa",
         streams=streams,
         query=q,

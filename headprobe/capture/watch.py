@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,22 @@ PAD_THEM = "give padded ones (torch.nested.to_padded_tensor) and a mask"
 FOLDED = "batch, heads and windows can't be told apart"
 
 
+class FusedMaps:
+    """Tells whether a fused kernel is called with the queries and keys of the call before."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor], str, int] | None = None
+
+    def repeats(self, query: Tensor, key: Tensor, site: str, number: int) -> int | None:
+        """The earlier call of the module with these very tensors, or None; remembers this one."""
+        if self._last is not None:
+            last_query, last_key, last_site, first = self._last
+            if last_query() is query and last_key() is key and last_site == site:
+                return first
+        self._last = weakref.ref(query), weakref.ref(key), site, number
+        return None
+
+
 class Watch:
     """The state that the seams share.
 
@@ -37,6 +54,7 @@ class Watch:
         axes: model input -> its first two axes, of which one tells the number of sequences.
         unread: site -> reason, for modules that seemed to attend but could not be read.
         softmaxes: those of this pass that may be attention.
+        fused: the map that the last fused kernel made inside.
     """
 
     def __init__(
@@ -51,6 +69,7 @@ class Watch:
         self.axes: dict[str, tuple[int, ...]] = {}
         self.unread: dict[str, str] = {}
         self.softmaxes: list[Softmaxed] = []
+        self.fused = FusedMaps()
         self._deliver = deliver
         self._pending: Pending | None = None
 
@@ -64,6 +83,10 @@ class Watch:
         axes = self.axes.get(stream or "") or next(iter(self.axes.values()), ())
         batch_last = len(axes) > 1 and axes[0] == length != axes[1]
         return axes[1] if batch_last else next(iter(axes), None)
+
+    def is_sequence(self, stream: str | None, scores: Tensor) -> bool:
+        """Whether the last axis of something like scores is as long as an input's sequence."""
+        return scores.dim() > 2 and scores.shape[-1] in self.axes.get(stream or "", ())
 
     def _flush(self) -> None:
         """Hand over the call that waits for its W_O."""

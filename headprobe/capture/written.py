@@ -108,7 +108,7 @@ def product(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tenso
         watch.linear_map(first, second, None, result)
         return result
     streams = (left.stream, right.stream)
-    if left.product and None not in (*left.product, right.stream) and first.dim() > 2:
+    if left.product and None not in left.product and watch.is_sequence(right.stream, first):
         watch.unreadable(watch.running.site, NO_SOFTMAX)
     watch.traces.set(result, Trace(stream=left.stream or right.stream, product=streams))
     return result
@@ -145,9 +145,10 @@ def _weighted(
             "[batch, heads, queries, keys]"
         )
         return result
-    trace.softmaxed.used = True
     w, v, z = read
     site = watch.running.site
+    number = watch.running.count_call(site)
+    first = trace.softmaxed.used = trace.softmaxed.used or (site, number)
     gate = watch.gate(site, w.shape[1])
     if gate is not None:
         assert orders is not None
@@ -157,7 +158,8 @@ def _weighted(
         result = z.reshape([result.shape[axis] for axis in order]).permute(inverse)
     call = AttentionCall(
         site=site,
-        call=watch.running.count_call(site),
+        call=number,
+        repeats=first[1] if first[0] == site and first[1] < number else None,
         seam="softmax",
         streams=trace.product,
         weights=w,

@@ -10,42 +10,59 @@ import torch
 from torch import Tensor, nn
 
 from headprobe.errors import HeadprobeError
-from headprobe.profile.texts import Texts
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
-def with_positions(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch, with `position_ids` that count a left-padded text's tokens from 0.
+class LeftPadding:
+    """Gives a model the positions of left-padded texts, if it needs them; tried out once.
 
-    Only if there is left padding, no `position_ids` yet, and the model's forward takes them.
+    Args:
+        model: in eval mode.
     """
-    mask = batch.get("attention_mask")
-    if not _is_left_padded(mask) or "position_ids" in batch:
-        return dict(batch)
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return dict(batch)
-    return {**batch, "position_ids": (mask.long().cumsum(dim=1) - 1).clamp_min(0)}
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._needs_positions: bool | None = None
 
-def check_left_padding(model: nn.Module, texts: Texts) -> bool:
-    """Run one left-padded text alone and compare; True if there was one to try.
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch, perhaps with `position_ids` that count a text's tokens from 0.
 
-    Raises:
-        HeadprobeError: if the model's output for the text changes with its padding.
-    """
-    if not any(_is_left_padded(texts.inputs.get(name)) for name in _MASKS):
-        return False
-    error = difference_alone(model, texts.inputs)
-    if error is not None and not error <= output_tolerance(model):
+        Raises:
+            HeadprobeError: if the model's output for a text changes with its padding all the same.
+        """
+        inputs = dict(batch)
+        if not any(_is_left_padded(inputs.get(name)) for name in _MASKS):
+            return inputs
+        if self._needs_positions is None:
+            self._needs_positions = self._try(inputs)
+        return self._with_positions(inputs) if self._needs_positions else inputs
+
+    def _try(self, inputs: dict[str, Any]) -> bool:
+        """Run the most padded text alone and compare, without and with positions."""
+        tolerance = output_tolerance(self._model)
+        error = difference_alone(self._model, inputs)
+        if error is None or error <= tolerance:
+            return False
+        given = self._with_positions(inputs)
+        if given.keys() != inputs.keys():
+            error = difference_alone(self._model, given)
+            if error is not None and error <= tolerance:
+                return True
         raise HeadprobeError(
             "the texts are padded on the left and the model's output changes with the padding "
             f"(by {error:.2g} of its largest entry): it counts positions from the start of the "
             "padding and takes no position_ids, or doesn't use the mask; pad on the right"
         )
-    return True
+
+    def _with_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        mask = inputs.get("attention_mask")
+        takes = "position_ids" in inspect.signature(self._model.forward).parameters
+        if "position_ids" in inputs or not takes or not _is_left_padded(mask):
+            return inputs
+        return {**inputs, "position_ids": (mask.long().cumsum(dim=1) - 1).clamp_min(0)}
 
 
 @torch.no_grad()

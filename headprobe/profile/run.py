@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headprobe.capture import Capture, distinct, seen_kernels
 from headprobe.profile.observer import Observer
-from headprobe.profile.padding import check_left_padding, with_positions
+from headprobe.profile.padding import LeftPadding
 from headprobe.profile.sums import Profile
 from headprobe.profile.texts import TOKEN_CLASSES, read_batch
 
@@ -91,16 +91,17 @@ def profile(
     classes = checked_classes(token_classes)
     settings = {"model": fingerprint(model), **sampling.__dict__, "classes": sorted(classes)}
     total = Profile()
-    checked_left_padding = False
+    padding = LeftPadding(model)
     with evaluating(model), seen_kernels(model) as switched:
         for batch in batches:
             _check_batch(batch)
-            inputs = distinct(with_positions(model, batch))
             texts = read_batch(
-                inputs, seed=sampling.seed, token_classes=classes, batch_first=batch_first
+                distinct(batch),
+                seed=sampling.seed,
+                token_classes=classes,
+                batch_first=batch_first,
             )
-            if not checked_left_padding:
-                checked_left_padding = check_left_padding(model, texts)
+            inputs = padding.inputs(texts.inputs)
             observer = Observer(texts, sampling)
             with Capture(model, observer) as capture:
                 model(**inputs)
