@@ -171,6 +171,7 @@ def _described(
             "class": source.class_name,
             "revision": source.revision,
             "weights_sha256": source.weights_sha256,
+            "adapter_sha256": source.adapter_sha256,
             "fingerprint": measured.settings["model"],
         },
         "texts": {

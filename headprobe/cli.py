@@ -44,9 +44,18 @@ def _which_model(command: Command) -> Command:
             metavar="FILE:FUNCTION",
             help="A Python file whose function returns (model, batches); no MODEL then.",
         ),
+        click.option(
+            "--gguf", metavar="FILE", help="A GGUF file in MODEL, to take instead of other weights."
+        ),
+        click.option(
+            "--base", metavar="NAME", help="Folder or hub name of the model below an adapter."
+        ),
+        click.option(
+            "--tokenizer", metavar="NAME", help="Folder or hub name to take the tokenizer from."
+        ),
         click.option("--text", metavar="FILE", help="Texts, one a line; - is standard input."),
         click.option(
-            "--device", default="cpu", help="Where the model runs: cpu, cuda, cuda:1, mps."
+            "--device", default="cpu", help="Where the model runs: cpu, cuda, cuda:1, mps, auto."
         ),
         click.option(
             "--dtype",
@@ -85,7 +94,7 @@ def _which_model(command: Command) -> Command:
 def analyze(**options: Any) -> None:  # noqa: ANN401
     """Measure every attention head of MODEL and write a report.
 
-    MODEL is a name on the hub or a folder; without it, the embedded default model is used.
+    MODEL is a name on the hub, a folder or a GGUF file; without it, the embedded default is used.
 
     \b
     headprobe analyze
@@ -139,7 +148,7 @@ def _inputs(options: dict[str, Any], *, small: bool = False) -> tuple[Source, Te
         if options["text"] is None
         else read_texts(options["text"], paragraphs=options.get("paragraphs", False))
     )
-    names = ("device", "dtype", "trust_remote_code")
+    names = ("device", "dtype", "trust_remote_code", "gguf", "tokenizer", "base")
     source = load_model(options["model"], **{name: options[name] for name in names})
     if small:
         return source, batch_texts(short_texts(texts), source)

@@ -639,12 +639,16 @@ def test_values_that_are_divided_by_the_sum_of_the_weights_are_left_out():
 
 
 @pytest.mark.parametrize("keys", [2, 9])
-def test_attention_without_a_softmax_is_named(keys):
+def test_attention_without_a_softmax_is_none_to_show(keys):
     def linear(q, k, v):
         return torch.sigmoid(q @ k.mT) @ v
 
-    with pytest.raises(NoAttentionError, match="meet the values without a softmax"):
-        run(Nano(attend=linear).eval(), {"idx": torch.randint(0, 60, (2, keys))})
+    model, calls = Nano(attend=linear).eval(), []
+    capture = Capture(model, calls.append)
+    with pytest.raises(NoAttentionError, match="no softmax attention was seen"), capture:
+        model(torch.randint(0, 60, (2, keys)))
+    assert calls == []
+    assert "meet the values without a softmax" in capture.unread[""]
 
 
 def test_the_values_may_come_first_in_an_einsum():
@@ -816,3 +820,93 @@ def test_a_mixture_of_states_is_no_attention_without_a_softmax():
     _, calls, capture = run(Mixed(attend=flash).eval(), {"idx": torch.randint(0, 60, (2, 9))})
     assert len(calls) == 1
     assert capture.unread == {}
+
+
+class Queries(nn.Module):
+    """Learned queries that read a sequence, and then one another."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(1, 3, 32))
+        self.read, self.mix = (headprobe.MultiHeadAttention(32, 4) for _ in range(2))
+
+    def forward(self, x, attention_mask):
+        latents = self.latents.expand(len(x), -1, -1)
+        latents = latents + self.read(latents, x, mask=attention_mask[:, None, None].bool())
+        return latents + self.mix(latents)
+
+
+def test_learned_queries_are_no_padded_input():
+    model, x = Queries().eval(), torch.randn(2, 9, 32)
+    mask = torch.ones(2, 9).long()
+    mask[1, 5:] = 0
+    _, calls, _ = run(model, {"x": x, "attention_mask": mask})
+    assert [call.streams for call in calls] == [("(learned)", "x"), ("(learned)", "(learned)")]
+    result = headprobe.profile(model, [{"x": x, "attention_mask": mask}])
+    assert result.left_out == {}
+    alone = [{"x": x[:1], "attention_mask": mask[:1]}]
+    alone.append({"x": x[1:, :5], "attention_mask": mask[1:, :5]})
+    expected = headprobe.profile(model, alone)
+    for name in ("entropy", "first", "output_norm"):
+        torch.testing.assert_close(
+            torch.tensor(result.heads()[name].to_numpy()),
+            torch.tensor(expected.heads()[name].to_numpy()),
+            atol=2e-6,
+            rtol=0,
+        )
+
+
+MOVED = {
+    "flip": lambda q, k, v: F.scaled_dot_product_attention(q, k.flip(-2), v.flip(-2)),
+    "roll": lambda q, k, v: F.scaled_dot_product_attention(q, k.roll(1, 2), v.roll(1, 2)),
+    "index": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k[:, :, torch.randperm(k.shape[2])], v
+    ),
+    "map": lambda q, k, v: (q @ k.mT).softmax(-1).flip(-1) @ v.flip(-2),
+    "gather": lambda q, k, v: F.scaled_dot_product_attention(
+        q.gather(2, torch.randint(0, 9, q.shape)), k, v
+    ),
+}
+
+
+@pytest.mark.parametrize("how", MOVED)
+def test_positions_in_another_order_are_left_out(how):
+    result = headprobe.profile(Nano(attend=MOVED[how]), [{"idx": torch.randint(0, 60, (2, 9))}])
+    assert result.measured == ()
+    assert "its positions may be in another order" in result.left_out[""]
+
+
+STAYS = {
+    "features": lambda q, k, v: F.scaled_dot_product_attention(q.flip(-1), k.flip(dims=(-1,)), v),
+    "slices": lambda q, k, v: F.scaled_dot_product_attention(
+        torch.cat([q[..., 4:], q[..., :4]], dim=-1), k, v
+    ),
+    "there_and_back": lambda q, k, v: F.scaled_dot_product_attention(q.flip(2).flip(2) + q, k, v),
+}
+
+
+@pytest.mark.parametrize("how", STAYS)
+def test_features_that_are_moved_move_no_position(how):
+    result = headprobe.profile(Nano(attend=STAYS[how]), [{"idx": torch.randint(0, 60, (2, 9))}])
+    assert result.left_out == {}
+
+
+def test_heads_may_be_mixed_before_the_softmax_and_not_after():
+    mixing = torch.randn(4, 4)
+
+    def before(q, k, v):
+        return torch.einsum("bhij,hg->bgij", q @ k.mT, mixing).softmax(dim=-1) @ v
+
+    def after(q, k, v):
+        return torch.einsum("bhij,hg->bgij", (q @ k.mT).softmax(dim=-1), mixing) @ v
+
+    def twice(q, k, v):
+        weights = (q @ k.mT).softmax(dim=-1)
+        return weights @ weights @ v
+
+    inputs = {"idx": torch.randint(0, 60, (2, 9))}
+    _, (call,), _ = run(Nano(attend=before).eval(), inputs)
+    assert whole(call).sum(-1).sub(1).abs().max() < 1e-6
+    for attend in (after, twice):
+        with pytest.raises(NoAttentionError):
+            headprobe.profile(Nano(attend=attend), [inputs])

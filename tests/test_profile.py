@@ -1118,3 +1118,23 @@ def test_a_model_that_counts_positions_by_itself_may_be_padded_on_the_left():
     alone = [{"input_ids": tokens[:1]}, {"input_ids": tokens[1:, 4:]}]
     expected = profile(model, alone)
     pd.testing.assert_frame_equal(left.heads(), expected.heads(), atol=2e-6)
+
+
+def test_the_output_of_a_text_is_looked_for_among_the_outputs():
+    """A contrastive model's first output is images by texts."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    layers = {"num_hidden_layers": 2, "projection_dim": 8}
+    config = transformers.CLIPConfig(
+        text_config={"vocab_size": 60, "eos_token_id": 1, **sizes, **layers},
+        vision_config={"image_size": 8, "patch_size": 4, **sizes, **layers},
+        projection_dim=8,
+    )
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(config).eval()
+    tokens = torch.randint(2, 60, (2, 9))
+    tokens[:, -1] = 1
+    batch = {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 8, 8)}
+    batch["attention_mask"] = torch.ones_like(tokens)
+    batch["attention_mask"][1, :3] = 0
+    left = profile(model, [batch])
+    assert left.heads()["stack"].unique().tolist() == ["vision", "text"]

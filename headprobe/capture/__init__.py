@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headprobe.capture.call import AttentionCall, Block, OutputProjection, visible_keys
-from headprobe.capture.flow import Trace
+from headprobe.capture.flow import LEARNED, Trace
 from headprobe.capture.kernels import seen_kernels
 from headprobe.capture.projection import Pending, output_projection
 from headprobe.capture.running import RunningModules
@@ -28,6 +28,7 @@ from headprobe.capture.watch import NO_SOFTMAX, PAD_THEM, Watch
 from headprobe.errors import HeadprobeError, NoAttentionError
 
 __all__ = [
+    "LEARNED",
     "NO_SOFTMAX",
     "AttentionCall",
     "Block",
@@ -196,8 +197,9 @@ class Capture:
         self._observe(call)
 
     def _why_nothing_was_seen(self) -> str:
-        if self.unread:
-            site, reason = next(iter(self.unread.items()))
+        for site, reason in self.unread.items():
+            if reason == NO_SOFTMAX:
+                continue
             return f"no attention map could be read: in {site!r}, {reason}"
         return (
             "the model ran, but no softmax attention was seen: it may have none (state-space and "

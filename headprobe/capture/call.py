@@ -80,6 +80,8 @@ class AttentionCall:
         extra_keys: how many keys at the end are no position of a sequence (learned ones, zeros).
         sink: whether rows may sum to less than 1, part of the attention going to no position:
             there are extra keys, or a learned score without a key (a sink's column).
+        moved: the function that may have put queries or keys into another order than that of the
+            input's positions; empty if none did.
         output_is_projected: whether `output` is after W_O.
         output_projection: W_O, or None.
         no_projection: why there is no `output_projection`.
@@ -100,6 +102,7 @@ class AttentionCall:
     output: Tensor | None = None
     extra_keys: int = 0
     sink: bool = False
+    moved: str = ""
     output_is_projected: bool = False
     output_projection: OutputProjection | None = None
     no_projection: str = ""

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # Functions that change the order of axes.
@@ -31,6 +32,17 @@ RESHAPES = _REORDERS | frozenset(
 
 # Functions that may drop the column of a learned sink.
 _SLICES = frozenset(("__getitem__", "narrow", "split", "chunk", "tensor_split", "unbind"))
+
+# Functions that may put positions into another order.
+_MOVES = frozenset(
+    (
+        *("flip", "fliplr", "flipud", "roll", "rot90", "sort", "gather", "take_along_dim"),
+        *("index_select", "__getitem__"),
+    )
+)
+
+LEARNED = "(learned)"
+"""In place of an input's name: positions that come from parameters alone."""
 
 # Functions after which a product of queries and keys is something else.
 _ENDS_PRODUCT = frozenset(
@@ -71,7 +83,8 @@ class Trace:
     """What is known about one tensor.
 
     Attributes:
-        stream: the model input that its positions come from.
+        stream: the model input that its positions come from, or LEARNED.
+        moved: the function that put these positions into another order, if one did.
         product: streams of the queries and keys whose scores it holds.
         softmaxed: the softmax whose weights it holds.
         scores: what went into that softmax, laid out like the weights.
@@ -82,6 +95,7 @@ class Trace:
     """
 
     stream: str | None = None
+    moved: str | None = None
     product: tuple[str | None, str | None] | None = None
     softmaxed: Softmaxed | None = None
     scores: Tensor | None = None
@@ -89,6 +103,11 @@ class Trace:
     sink: bool = False
     consumers: Consumers | None = None
     obstacle: str | None = None
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether nothing is known but that parameters alone decide."""
+        return self.stream == LEARNED and not (self.product or self.softmaxed or self.consumers)
 
     def after(self, name: str, source: Tensor, result: Tensor) -> Trace:
         """The trace of `result`, which the function `name` made from `source`."""
@@ -123,7 +142,9 @@ class Traces:
         """What is known of a tensor; an empty trace if nothing is."""
         if not isinstance(tensor, Tensor):
             return _NOTHING
-        found: Trace = self._traces.get(tensor, _NOTHING)
+        found: Trace | None = self._traces.get(tensor)
+        if found is None:
+            return _PARAMETER if isinstance(tensor, nn.Parameter) else _NOTHING
         return found
 
     def set(self, tensor: Tensor, trace: Trace) -> None:
@@ -140,17 +161,18 @@ class Traces:
         Where arguments come from different streams the first decides: in `x + position` and
         `rotate(q) * cos` it is the tensor whose positions the result keeps.
         """
-        source, merged = None, _NOTHING
-        for tensor in tensors_in(arguments):
-            trace = self.of(tensor)
-            if trace is _NOTHING:
-                continue
-            if source is None:
-                source, merged = tensor, trace
-            else:
-                merged = _merge(merged, trace)
-        if source is None:
-            return
+        given = list(tensors_in(arguments))
+        traced = [(tensor, self.of(tensor)) for tensor in given]
+        traced = [(tensor, trace) for tensor, trace in traced if trace is not _NOTHING]
+        # Parameters tell nothing where something else does.
+        told = [one for one in traced if not one[1].is_learned] or traced
+        if not told or (told[0][1].is_learned and not _all_float(given)):
+            return  # an index from somewhere chose among the parameters
+        source, merged = told[0]
+        for _, trace in told[1:]:
+            merged = _merge(merged, trace)
+        if source is given[0] and merged.stream != LEARNED and _moves(name, arguments):
+            merged = replace(merged, moved=name)
         for tensor in tensors_in((result,)):  # an in-place function gives its source back
             self.set(tensor, merged.after(name, source, tensor))
 
@@ -173,11 +195,14 @@ def name_of(function: Any) -> str:  # noqa: ANN401
 
 
 _NOTHING = Trace()
+_PARAMETER = Trace(stream=LEARNED)
 
 
 def _merge(first: Trace, second: Trace) -> Trace:
     return Trace(
         stream=first.stream or second.stream,
+        # Added to states that were not moved, what was moved must have been moved back.
+        moved=first.moved if second.stream is None or second.moved else None,
         product=first.product or second.product,
         softmaxed=first.softmaxed or second.softmaxed,
         scores=second.scores if first.scores is None else first.scores,
@@ -186,6 +211,34 @@ def _merge(first: Trace, second: Trace) -> Trace:
         consumers=first.consumers or second.consumers,
         obstacle=first.obstacle or second.obstacle,
     )
+
+
+def _all_float(tensors: Iterable[Tensor]) -> bool:
+    return all(tensor.is_floating_point() for tensor in tensors)
+
+
+def _moves(name: str, arguments: Iterable[object]) -> bool:
+    """Whether a function may put positions into another order.
+
+    Slices don't, nor does what moves features, which are on the last axis.
+    """
+    if name not in _MOVES:
+        return False
+    first, *others = arguments
+    assert isinstance(first, Tensor)
+    if name == "__getitem__":
+        return any(index.dim() and index.dtype != torch.bool for index in tensors_in(others))
+    axes = [axis for axis in others if isinstance(axis, int | tuple | list)]
+    axes = [axis for axis in axes if not isinstance(axis, bool)][-1:]
+    return not axes or any(axis % first.dim() != first.dim() - 1 for axis in _numbers(axes))
+
+
+def _numbers(values: Iterable[object]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, int):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _numbers(value)
 
 
 def _is_still_a_map(source: Tensor, result: Tensor) -> bool:

@@ -66,6 +66,7 @@ def sdpa(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tensor: 
         is_causal=bool(given.get("is_causal", False)),
         scale=given.get("scale"),
         output=None if dropped or gate is not None else z,
+        moved=next((m for side in (query, key, value) if (m := watch.traces.of(side).moved)), ""),
     )
     watch.await_projection(call, result, folded=query.dim() != 4)
     return result
@@ -98,6 +99,10 @@ def multi_head_attention(watch: Watch, func: Any, args: Arguments, kwargs: Keywo
         seam="multi_head_attention_forward",
         streams=streams,
         **multihead.project(given),
+        moved=next(
+            (m for side in ("query", "key", "value") if (m := watch.traces.of(given[side]).moved)),
+            "",
+        ),
         output=None if dropped or gate is not None else multihead.batch_first(output),
         output_is_projected=True,
         output_projection=OutputProjection(

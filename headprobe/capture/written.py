@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headprobe.capture.call import AttentionCall
-from headprobe.capture.flow import Softmaxed, Trace, name_of, tensors_in
+from headprobe.capture.flow import LEARNED, Softmaxed, Trace, name_of, tensors_in
 from headprobe.capture.layout import (
     Axes,
     einsum_axes,
@@ -99,13 +99,18 @@ def product(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tenso
     if right.softmaxed and equation:  # the order of factors is free: here the weights come first
         first, second, left, right = second, first, right, left
         equation = _swapped(equation)
-    if left.softmaxed and not (is_weight(second) and right.stream is None):
+    mixes = is_weight(second) and right.stream in (None, LEARNED)
+    if left.softmaxed and right.softmaxed:
+        left.softmaxed.fate = "the weights are multiplied with weights"
+    elif left.softmaxed and not mixes:
         orders = _orders(func, equation, first, second, result)
         return _weighted(watch, first, second, result, orders)
-    if right.softmaxed:
+    elif right.softmaxed:
         right.softmaxed.fate = "the weights are the second factor of the product"
-    elif is_weight(second) and right.stream is None:
+    elif mixes:
         watch.linear_map(first, second, None, result)
+        if left.product and result.shape == first.shape:  # heads may be mixed before the softmax
+            watch.traces.set(result, Trace(stream=left.stream, product=left.product))
         return result
     streams = (left.stream, right.stream)
     if left.product and None not in left.product and watch.is_sequence(right.stream, first):
@@ -167,6 +172,7 @@ def _weighted(
         mask=visible_in_scores(trace.scores, w),
         output=z if trace.undropped is None and gate is None else None,
         sink=trace.sink,
+        moved=trace.moved or watch.traces.of(values).moved or "",
     )
     watch.await_projection(call, result, folded=consumed.dim() != 4)
     return result

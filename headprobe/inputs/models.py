@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headprobe.errors import HeadprobeError
+from headprobe.inputs.adapters import find_adapter, merged
 from headprobe.inputs.failures import explaining, needs_code
-from headprobe.inputs.places import Place, locate
+from headprobe.inputs.places import Place, folder_name, locate
 from headprobe.inputs.quiet import quiet
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ class Source:
         dtype: of the model's weights; None if it has none.
         max_positions: the most tokens that the model can read, special ones included; None if it
             has no such limit.
+        adapter_sha256: SHA-256 of the weights of the adapter that was merged into the model.
     """
 
     model: nn.Module
@@ -46,6 +52,7 @@ class Source:
     weights_sha256: str | None
     dtype: torch.dtype | None
     max_positions: int | None
+    adapter_sha256: str | None = None
 
     @property
     def reader(self) -> PreTrainedTokenizerBase:
@@ -65,15 +72,23 @@ def load_model(
     device: str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    gguf: str | None = None,
+    tokenizer: str | None = None,
+    base: str | None = None,
 ) -> Source:
     """Load a model and its tokenizer; nothing pickled is executed.
 
     Args:
-        model: a folder with config.json, or a name on the Hugging Face hub; None is the embedded
-            default of the extra `demo`.
-        device: a torch device such as "cpu", "cuda" or "cuda:1".
+        model: a folder with config.json, a GGUF file, a folder with a PEFT adapter (merged into
+            its base), or a name on the Hugging Face hub; None is the embedded default of the extra
+            `demo`.
+        device: a torch device such as "cpu", "cuda" or "cuda:1"; "auto" is the first of cuda, mps
+            and cpu that is there.
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
         trust_remote_code: run Python code that comes with the model. Never without asking for it.
+        gguf: a GGUF file in the folder or on the hub, to take instead of other weights.
+        tokenizer: folder or hub name to take the tokenizer from, instead of the model's.
+        base: folder or hub name of the model below an adapter; None is what the adapter names.
 
     Raises:
         HeadprobeError: if the model can't be found, reached or read, lacks a tokenizer or weights
@@ -84,36 +99,46 @@ def load_model(
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}.")
     target = _device(device)
     with quiet():
-        place = locate(model, trusted=trust_remote_code)
+        adapter = find_adapter(model, base)
+        place = locate(adapter.base if adapter else model, trusted=trust_remote_code, gguf=gguf)
         config = _load_config(place)
-        tokenizer = _load_tokenizer(place)
-        loaded = _load_weights(place, config, dtype).eval().to(target)
+        reader = _load_tokenizer(
+            locate(tokenizer, trusted=trust_remote_code, any_folder=True) if tokenizer else place
+        )
+        loaded = _load_weights(place, config, dtype, adapter.base_class if adapter else None)
+        if adapter:
+            loaded = merged(loaded, adapter)
+        loaded = loaded.eval().to(target)
     return Source(
         model=loaded,
-        tokenizer=tokenizer,
-        name=place.name,
+        tokenizer=reader,
+        name=folder_name(adapter.folder.resolve().name) if adapter else place.name,
+        adapter_sha256=adapter.sha256 if adapter else None,
         class_name=type(loaded).__name__,
         revision=place.revision,
         weights_sha256=place.weights_sha256,
         dtype=loaded.dtype,
-        max_positions=_max_positions(loaded, tokenizer),
+        max_positions=_max_positions(loaded, reader),
     )
 
 
 def _device(name: str) -> torch.device:
     import torch
 
+    if name == "auto":
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        name = next((kind for kind, is_there in there.items() if is_there), "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        known = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         if torch.backends.mps.is_available():
-            there.append("mps")
+            known.append("mps")
         raise HeadprobeError(
-            f"device {name!r} is unknown or not available: this machine has {', '.join(there)}."
+            f"device {name!r} is unknown or not available: this machine has {', '.join(known)}."
         ) from error
     if device.type == "meta":
         raise HeadprobeError("device 'meta' computes nothing: use 'cpu' or 'cuda'.")
@@ -149,7 +174,7 @@ def _load_tokenizer(place: Place) -> PreTrainedTokenizerBase:
     # Without files transformers makes up a tokenizer, whose vocabulary is special tokens only.
     names = set((tokenizer.vocab_files_names or {}).values())
     is_small = len(tokenizer) < _SMALL_VOCABULARY
-    if names and is_small and not any(place.file(name) for name in names):
+    if place.gguf is None and names and is_small and not any(place.file(name) for name in names):
         raise HeadprobeError(
             f"{place.address!r} has no tokenizer: expected one of {', '.join(sorted(names))} "
             "beside config.json; copy the files from where the model comes from."
@@ -157,9 +182,14 @@ def _load_tokenizer(place: Place) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_weights(place: Place, config: PretrainedConfig, dtype: str) -> PreTrainedModel:
-    with explaining(place.address, "the weights"):
-        model, loading = _model_class(place, config).from_pretrained(
+def _load_weights(
+    place: Place, config: PretrainedConfig, dtype: str, class_name: str | None = None
+) -> PreTrainedModel:
+    import transformers
+
+    kind = getattr(transformers, class_name) if class_name else _model_class(place, config)
+    with explaining(place.address, "the weights"), _no_bar_in_files(place):
+        model, loading = kind.from_pretrained(
             place.address,
             config=config,
             dtype=dtype,
@@ -183,6 +213,16 @@ def _load_weights(place: Place, config: PretrainedConfig, dtype: str) -> PreTrai
     return model
 
 
+@contextmanager
+def _no_bar_in_files(place: Place) -> Iterator[None]:
+    """GGUF files are read behind a bar that no setting of transformers turns off."""
+    if place.gguf is None or sys.stderr.isatty():
+        yield
+        return
+    with redirect_stderr(io.StringIO()):
+        yield
+
+
 def _model_class(place: Place, config: PretrainedConfig) -> type[PreTrainedModel]:
     import transformers
 
@@ -197,7 +237,8 @@ def _model_class(place: Place, config: PretrainedConfig) -> type[PreTrainedModel
     known = [name for name in names if hasattr(transformers, name)]
     if own and not known and not place.trusted:
         raise needs_code(place.address)
-    chosen = [*known, *trusted.values(), "AutoModel"][0]
+    fallback = "AutoModelForCausalLM" if place.gguf else "AutoModel"
+    chosen = [*known, *trusted.values(), fallback][0]
     model_class: type[PreTrainedModel] = getattr(transformers, chosen)
     return model_class
 

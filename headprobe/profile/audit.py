@@ -105,6 +105,8 @@ def _sides(call: AttentionCall, texts: Texts) -> tuple[Tensor, Tensor] | str:
             f"its map has {call.batch} sequences, the batch has {len(texts)} texts (of "
             "[positions, batch, ...] tensors? then profile(..., batch_first=False))"
         )
+    if call.moved:
+        return f"its positions may be in another order than the input's, after {call.moved!r}"
     same = call.streams[0] is not None and call.streams[0] == call.streams[1]
     if same and call.queries < call.keys:
         # Rows of a block, or after a cache: which tokens they are is not known.

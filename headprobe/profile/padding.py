@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -44,7 +44,12 @@ class LeftPadding:
         """Run the most padded text alone and compare, without and with positions."""
         tolerance = output_tolerance(self._model)
         error = difference_alone(self._model, inputs)
-        if error is None or error <= tolerance:
+        if error is None:
+            raise HeadprobeError(
+                "the texts are padded on the left and the model has no output for a single text, "
+                "so it can't be tried out whether the padding matters: pad on the right"
+            )
+        if error <= tolerance:
             return False
         given = self._with_positions(inputs)
         if given.keys() != inputs.keys():
@@ -74,8 +79,8 @@ def difference_alone(model: nn.Module, inputs: Mapping[str, Any]) -> float | Non
         inputs: a batch, batch first.
 
     Returns:
-        The largest difference over the largest entry; infinite if the outputs have other shapes,
-        None if no mask says that there is padding.
+        The largest difference over the largest entry; None if no mask says that there is padding,
+        or no output belongs to single texts.
     """
     masks = {name: inputs.get(name) for name in _MASKS}
     padded = [
@@ -84,13 +89,24 @@ def difference_alone(model: nn.Module, inputs: Mapping[str, Any]) -> float | Non
     if not padded:
         return None
     text = int((padded[0] == 0).sum(dim=1).argmax())
-    padded_output = first_tensor(model(**inputs))[text]
-    alone_output = first_tensor(model(**_alone(inputs, text, masks)))[0]
     has_decoder = any(name.startswith("decoder_") for name in inputs)
     mask = masks["decoder_attention_mask" if has_decoder else "attention_mask"]
-    if isinstance(mask, Tensor) and padded_output.shape[:1] == mask.shape[1:]:
-        padded_output = padded_output[mask[text].bool()]
-    return difference(padded_output, alone_output)
+    together, alone = (
+        list(_tensors(model(**batch))) for batch in (inputs, _alone(inputs, text, masks))
+    )
+    for whole, one in zip(together, alone, strict=False):
+        if whole.shape[0] == len(padded[0]) and one.shape[0] == 1:
+            error = difference(_of_text(whole, text, mask), one[0])
+            if error is not None:
+                return error
+    return None
+
+
+def _of_text(output: Tensor, text: int, mask: object) -> Tensor:
+    """A text's part of an output, without its padding."""
+    part = output[text]
+    has_positions = isinstance(mask, Tensor) and part.shape[:1] == mask.shape[1:]
+    return part[mask[text].bool()] if isinstance(mask, Tensor) and has_positions else part
 
 
 def output_tolerance(model: nn.Module) -> float:
@@ -116,10 +132,10 @@ def _alone(
     return alone
 
 
-def difference(first: Tensor, second: Tensor) -> float:
-    """Largest difference of two outputs over the largest entry; infinite if they don't compare."""
-    if first.shape != second.shape:
-        return float("inf")
+def difference(first: Tensor, second: Tensor) -> float | None:
+    """Largest difference of two outputs over the largest entry; None if they don't compare."""
+    if first.shape != second.shape or not first.is_floating_point():
+        return None
     return float((first - second).abs().max() / second.abs().max().clamp_min(1e-6))
 
 
@@ -127,9 +143,16 @@ def _is_left_padded(mask: object) -> TypeGuard[Tensor]:
     return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
 
-def first_tensor(output: Any) -> Tensor:  # noqa: ANN401
+def first_tensor(output: object) -> Tensor:
     """The model's main output, in whatever it is wrapped; a loss is not one."""
-    while not isinstance(output, Tensor):
-        parts = output.values() if isinstance(output, Mapping) else output
-        output = next(part for part in parts if not isinstance(part, Tensor) or part.dim())
-    return output
+    return next(_tensors(output))
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    """The tensors with axes in a model's output, in whatever they are wrapped."""
+    if isinstance(output, Tensor):
+        if output.dim():
+            yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headprobe.capture import is_content, visible_keys
+from headprobe.capture import LEARNED, is_content, visible_keys
 from headprobe.errors import HeadprobeError
 from headprobe.statistics import BLOCKS
 
@@ -70,7 +70,9 @@ class Texts:
     def mask(self, stream: str | None, length: int, device: torch.device) -> Tensor | str:
         """True for the tokens of an input, [batch, length], or why there is no such mask."""
         mask = self.valid.get(stream or "")
-        if mask is None:
+        if mask is not None and mask.shape[1] != length and bool(mask.all()):
+            mask = None  # the model added positions of its own, and no text has padding
+        if mask is None or stream == LEARNED:
             if stream is None and self.is_padded:
                 return "it can't be told from which input its positions come, so where padding is"
             return torch.ones(len(self), length, dtype=torch.bool, device=device)
