@@ -505,8 +505,8 @@ def test_an_input_of_another_name_takes_the_attention_mask_of_its_shape():
 def test_positions_of_unknown_origin_are_left_out_of_a_padded_batch():
     class Latents(Absolute):
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            latents = torch.arange(input_ids.shape[1]).expand(len(input_ids), -1)
-            return super().forward(latents) + super().forward(input_ids, attention_mask)
+            latents = super().forward(torch.arange(3).expand(len(input_ids), -1))
+            return super().forward(input_ids, attention_mask) + latents.mean(dim=1, keepdim=True)
 
     torch.manual_seed(0)
     result = profile(Latents(), [padded(SHORT)])
@@ -1079,7 +1079,7 @@ def test_a_map_of_some_query_rows_is_left_out():
     assert profile(model, [{**inputs, "block_size": 9}]).left_out == {}
     in_blocks = profile(model, [{**inputs, "block_size": 4}])
     assert in_blocks.measured == ()
-    assert in_blocks.left_out == {"": "its map has 4 of the 9 query rows (blocks, or a cache)"}
+    assert in_blocks.left_out == {"": "its map has 4 of the 9 query rows (blocks, a cache, or keys that are no position)"}
 
 
 @pytest.mark.parametrize("form", ["bool", "added", "zeros_and_ones"])
@@ -1138,3 +1138,42 @@ def test_the_output_of_a_text_is_looked_for_among_the_outputs():
     batch["attention_mask"][1, :3] = 0
     left = profile(model, [batch])
     assert left.heads()["stack"].unique().tolist() == ["vision", "text"]
+
+
+def test_right_padding_that_leaks_into_the_texts_is_refused():
+    """Here through a convolution over positions; with one text at a time there is no padding."""
+
+    class Convolved(Absolute):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            x = super().forward(input_ids, attention_mask)
+            return x + self.conv(x.mT).mT
+
+    torch.manual_seed(0)
+    model = Convolved()
+    with pytest.raises(HeadprobeError, match="padding changes the model's output for a text"):
+        profile(model, [padded(SHORT)])
+    assert profile(model, [padded([text]) for text in SHORT]).texts == len(SHORT)
+
+
+def test_several_inputs_in_one_sequence_are_left_out_of_a_padded_batch():
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.attn = nn.Embedding(20, 8), MultiHeadAttention(8, 2)
+
+        def forward(self, x: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            both = torch.cat([x, self.embed(input_ids)], dim=1)
+            mask = F.pad(attention_mask, (x.shape[1], 0), value=1)
+            return self.attn(both, mask=mask[:, None, None].bool())
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(len(SHORT), 3, 8), **padded(SHORT)}
+    result = profile(Joined(), [batch])
+    assert "from which input" in result.left_out["attn"]
+    whole = {name: value[:1] for name, value in batch.items()}
+    whole["attention_mask"] = torch.ones_like(whole["attention_mask"])
+    assert profile(Joined(), [whole]).left_out == {}

@@ -41,6 +41,9 @@ _MOVES = frozenset(
     )
 )
 
+# Functions that put tensors side by side.
+_JOINS = frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"))
+
 LEARNED = "(learned)"
 """In place of an input's name: positions that come from parameters alone."""
 
@@ -171,6 +174,9 @@ class Traces:
         source, merged = told[0]
         for _, trace in told[1:]:
             merged = _merge(merged, trace)
+        streams = {trace.stream for _, trace in told} - {None, LEARNED}
+        if name in _JOINS and len(streams) > 1:  # positions of several inputs in one sequence
+            merged = replace(merged, stream=None)
         if source is given[0] and merged.stream != LEARNED and _moves(name, arguments):
             merged = replace(merged, moved=name)
         for tensor in tensors_in((result,)):  # an in-place function gives its source back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,19 +25,23 @@ FOLDED = "batch, heads and windows can't be told apart"
 
 
 class FusedMaps:
-    """Tells whether a fused kernel is called with the queries and keys of the call before."""
+    """Tells whether a fused kernel makes the map of the call before once more."""
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor], str, int] | None = None
+        self._last: tuple[Tensor, Tensor, str, int] | None = None
 
     def repeats(self, query: Tensor, key: Tensor, site: str, number: int) -> int | None:
-        """The earlier call of the module with these very tensors, or None; remembers this one."""
-        if self._last is not None:
-            last_query, last_key, last_site, first = self._last
-            if last_query() is query and last_key() is key and last_site == site:
+        """The earlier call of the module with the same entries, or None; remembers this one."""
+        if self._last is not None and self._last[2] == site:
+            last_query, last_key, _, first = self._last
+            if torch.equal(last_query, query) and torch.equal(last_key, key):
                 return first
-        self._last = weakref.ref(query), weakref.ref(key), site, number
+        self._last = query.detach(), key.detach(), site, number
         return None
+
+    def clear(self) -> None:
+        """Hold no tensor any more."""
+        self._last = None
 
 
 class Watch:
@@ -106,6 +109,7 @@ class Watch:
 
     def finish_pass(self) -> None:
         """The outermost module has returned: nothing more will happen to what it left."""
+        self.fused.clear()
         self._flush()
         for softmax in self.softmaxes:
             if not softmax.used:
@@ -115,6 +119,7 @@ class Watch:
     def discard(self) -> None:
         """Forget everything; a failed run leaves nothing behind."""
         self._pending = None
+        self.fused.clear()
         self.softmaxes.clear()
         self.traces.clear()
 

@@ -110,7 +110,10 @@ def _sides(call: AttentionCall, texts: Texts) -> tuple[Tensor, Tensor] | str:
     same = call.streams[0] is not None and call.streams[0] == call.streams[1]
     if same and call.queries < call.keys:
         # Rows of a block, or after a cache: which tokens they are is not known.
-        return f"its map has {call.queries} of the {call.keys} query rows (blocks, or a cache)"
+        return (
+            f"its map has {call.queries} of the {call.keys} query rows (blocks, a cache, "
+            "or keys that are no position)"
+        )
     masks = [
         texts.mask(stream, length, call.device)
         for stream, length in zip(call.streams, (call.queries, call.keys), strict=True)

@@ -16,8 +16,10 @@ _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
-class LeftPadding:
-    """Gives a model the positions of left-padded texts, if it needs them; tried out once.
+class Padding:
+    """Sees to it that padding changes nothing: tried out once, on one text.
+
+    A model gets the positions of left-padded texts if it needs them.
 
     Args:
         model: in eval mode.
@@ -26,6 +28,7 @@ class LeftPadding:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._needs_positions: bool | None = None
+        self._checked = False
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch, perhaps with `position_ids` that count a text's tokens from 0.
@@ -39,6 +42,27 @@ class LeftPadding:
         if self._needs_positions is None:
             self._needs_positions = self._try(inputs)
         return self._with_positions(inputs) if self._needs_positions else inputs
+
+    def check(self, inputs: Mapping[str, Any], output: object) -> None:
+        """Compare the first padded batch's output for a text with that of the text alone.
+
+        Args:
+            inputs: the batch as it was run.
+            output: what the model gave.
+
+        Raises:
+            HeadprobeError: if they differ.
+        """
+        if self._checked or not any(_is_padded(inputs.get(name)) for name in _MASKS):
+            return
+        self._checked = True
+        error = difference_alone(self._model, inputs, output)
+        if error is not None and not error <= output_tolerance(self._model):
+            raise HeadprobeError(
+                f"padding changes the model's output for a text (by {error:.2g} of its largest "
+                "entry), whatever the mask says: give texts of one length, or one text at a time "
+                "(--batch-size 1)"
+            )
 
     def _try(self, inputs: dict[str, Any]) -> bool:
         """Run the most padded text alone and compare, without and with positions."""
@@ -71,29 +95,32 @@ class LeftPadding:
 
 
 @torch.no_grad()
-def difference_alone(model: nn.Module, inputs: Mapping[str, Any]) -> float | None:
+def difference_alone(
+    model: nn.Module, inputs: Mapping[str, Any], output: object = None
+) -> float | None:
     """How far the model's output for the most padded text moves when that text runs alone.
 
     Args:
         model: in eval mode.
         inputs: a batch, batch first.
+        output: what the model gave for it; None to run it.
 
     Returns:
         The largest difference over the largest entry; None if no mask says that there is padding,
         or no output belongs to single texts.
     """
     masks = {name: inputs.get(name) for name in _MASKS}
-    padded = [
-        m for m in masks.values() if isinstance(m, Tensor) and m.dim() == 2 and (m == 0).any()
-    ]
+    padded = [mask for mask in masks.values() if _is_padded(mask)]
     if not padded:
         return None
     text = int((padded[0] == 0).sum(dim=1).argmax())
     has_decoder = any(name.startswith("decoder_") for name in inputs)
     mask = masks["decoder_attention_mask" if has_decoder else "attention_mask"]
-    together, alone = (
-        list(_tensors(model(**batch))) for batch in (inputs, _alone(inputs, text, masks))
-    )
+    together = _tensors(model(**inputs) if output is None else output)
+    try:
+        alone = list(_tensors(model(**_alone(inputs, text, masks))))
+    except Exception:  # its other inputs can't be told apart by texts
+        return None
     for whole, one in zip(together, alone, strict=False):
         if whole.shape[0] == len(padded[0]) and one.shape[0] == 1:
             error = difference(_of_text(whole, text, mask), one[0])
@@ -120,11 +147,12 @@ def _alone(
 ) -> dict[str, Any]:
     """The inputs of one text of the batch without its padding, for the model to count positions."""
     alone = {}
+    texts = next(len(mask) for mask in masks.values() if mask is not None)
     for name, value in inputs.items():
         if name == "position_ids":
             continue
         mask = masks["decoder_attention_mask" if name.startswith("decoder_") else "attention_mask"]
-        if isinstance(value, Tensor) and value.dim():
+        if isinstance(value, Tensor) and value.dim() and len(value) == texts:
             value = value[text : text + 1]
             if mask is not None and value.shape[1:2] == mask.shape[1:]:
                 value = value[:, mask[text].bool()]
@@ -137,6 +165,10 @@ def difference(first: Tensor, second: Tensor) -> float | None:
     if first.shape != second.shape or not first.is_floating_point():
         return None
     return float((first - second).abs().max() / second.abs().max().clamp_min(1e-6))
+
+
+def _is_padded(mask: object) -> TypeGuard[Tensor]:
+    return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 0).any())
 
 
 def _is_left_padded(mask: object) -> TypeGuard[Tensor]:

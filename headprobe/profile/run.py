@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headprobe.capture import Capture, distinct, seen_kernels
 from headprobe.profile.observer import Observer
-from headprobe.profile.padding import LeftPadding
+from headprobe.profile.padding import Padding
 from headprobe.profile.sums import Profile
 from headprobe.profile.texts import TOKEN_CLASSES, read_batch
 
@@ -91,7 +91,7 @@ def profile(
     classes = checked_classes(token_classes)
     settings = {"model": fingerprint(model), **sampling.__dict__, "classes": sorted(classes)}
     total = Profile()
-    padding = LeftPadding(model)
+    padding = Padding(model)
     with evaluating(model), seen_kernels(model) as switched:
         for batch in batches:
             _check_batch(batch)
@@ -104,7 +104,9 @@ def profile(
             inputs = padding.inputs(texts.inputs)
             observer = Observer(texts, sampling)
             with Capture(model, observer) as capture:
-                model(**inputs)
+                output = model(**inputs)
+            if batch_first:
+                padding.check(inputs, output)
             total += observer.finish(capture.unread, settings)
     return replace(total, switched=dict(switched))
 

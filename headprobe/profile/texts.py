@@ -70,6 +70,8 @@ class Texts:
     def mask(self, stream: str | None, length: int, device: torch.device) -> Tensor | str:
         """True for the tokens of an input, [batch, length], or why there is no such mask."""
         mask = self.valid.get(stream or "")
+        if mask is not None and len(mask) != len(self):
+            return f"{stream!r} has {len(mask)} sequences, the batch has {len(self)} texts"
         if mask is not None and mask.shape[1] != length and bool(mask.all()):
             mask = None  # the model added positions of its own, and no text has padding
         if mask is None or stream == LEARNED:
@@ -203,8 +205,11 @@ def _mask(name: str, contents: Mapping[str, Tensor], batch: Mapping[str, Any]) -
             f"{mask_name} has negative entries or NaN: expected 1 for a token and 0 for padding, "
             "not what is added to scores"
         )
+    ids = batch.get("input_ids")
+    is_of_ids = isinstance(ids, Tensor) and ids.shape == mask.shape
     # A model may shorten sound before it attends: the observer sees whether the lengths agree.
-    if list(mask.shape) == axes or name in ("input_features", "input_values"):
+    is_of_sound = name in ("input_features", "input_values") and not is_of_ids
+    if list(mask.shape) == axes or is_of_sound:
         return mask.bool()
     if name.endswith("input_ids"):
         raise ValueError(
