@@ -1079,7 +1079,7 @@ def test_a_map_of_some_query_rows_is_left_out():
     assert profile(model, [{**inputs, "block_size": 9}]).left_out == {}
     in_blocks = profile(model, [{**inputs, "block_size": 4}])
     assert in_blocks.measured == ()
-    assert in_blocks.left_out == {"": "its map has 4 of the 9 query rows (blocks, a cache, or keys that are no position)"}
+    assert "its map has 4 of the 9 query rows (blocks, a cache" in in_blocks.left_out[""]
 
 
 @pytest.mark.parametrize("form", ["bool", "added", "zeros_and_ones"])
