@@ -1,0 +1,1 @@
+"""What headprobe makes of every model type that transformers has; see __main__.py."""
