@@ -80,6 +80,7 @@ def analyze(
         sampling=settings.sampling(texts.texts),
         token_classes=texts.token_classes,
         batch_first=texts.batch_first,
+        seconds=texts.seconds,
     )
     if not measured.measured:
         site, reason = next(iter(measured.left_out.items()))
@@ -145,7 +146,7 @@ def tables(measured: Profile, described: Mapping[str, Any], similarity: float) -
         groups=found.groups,
         flags=found.flags,
         advice=found.advice,
-        glossary=glossary(),
+        glossary=glossary({layer.distance_unit for layer in measured.measured}),
         summary=_summary(measured, found, described),
     )
 
@@ -174,13 +175,7 @@ def _described(
             "adapter_sha256": source.adapter_sha256,
             "fingerprint": measured.settings["model"],
         },
-        "texts": {
-            "texts": measured.texts,
-            "tokens": measured.tokens,
-            "cut": texts.cut,
-            "skipped": texts.skipped,
-            "hash": texts.texts_hash,
-        },
+        **_inputs(texts, measured),
         "settings": {
             "max_tokens": texts.max_tokens,
             "similarity": settings.similarity,
@@ -191,6 +186,20 @@ def _described(
             "switched": measured.switched,
         },
     }
+
+
+def _inputs(texts: TextBatches, measured: Profile) -> dict[str, Any]:
+    """What is known of the texts, images or sounds of a run."""
+    described: dict[str, Any] = {kind: dict(facts) for kind, facts in texts.media.items()}
+    if texts.texts_hash or not texts.media:
+        described["texts"] = {
+            "texts": measured.texts,
+            "tokens": measured.tokens,
+            "cut": texts.cut,
+            "skipped": texts.skipped,
+            "hash": texts.texts_hash,
+        }
+    return described | ({"notes": list(texts.notes)} if texts.notes else {})
 
 
 def _summary(measured: Profile, found: Diagnosis, described: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,6 +225,8 @@ def _summary(measured: Profile, found: Diagnosis, described: Mapping[str, Any]) 
                 "kv_heads": layer.kv_heads,
                 "reconstruction_error": layer.reconstruction_error,
                 "output_projection": layer.no_projection or "found",
+                "distance_unit": layer.distance_unit or None,
+                **({"no_distance": layer.no_distance} if layer.no_distance else {}),
             }
             for layer, place in zip(measured.measured, measured.places(), strict=True)
         ],

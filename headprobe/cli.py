@@ -55,6 +55,18 @@ def _which_model(command: Command) -> Command:
         ),
         click.option("--text", metavar="FILE", help="Texts, one a line; - is standard input."),
         click.option(
+            "--images",
+            metavar="PATH",
+            multiple=True,
+            help="An image file or a folder of images, for a model that reads images; repeatable.",
+        ),
+        click.option(
+            "--audio",
+            metavar="PATH",
+            multiple=True,
+            help="A WAV file or a folder of them, for a model that hears; repeatable.",
+        ),
+        click.option(
             "--device", default="cpu", help="Where the model runs: cpu, cuda, cuda:1, mps, auto."
         ),
         click.option(
@@ -75,9 +87,16 @@ def _which_model(command: Command) -> Command:
 @_which_model
 @click.option("--paragraphs", is_flag=True, help="Texts in FILE are separated by blank lines.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder [reports/<model's name>].")
-@click.option("--max-texts", type=click.IntRange(1), help="Use only the first N texts.")
+@click.option(
+    "--max-texts", type=click.IntRange(1), help="Use only the first N texts, images or sounds."
+)
 @click.option("--max-tokens", type=click.IntRange(1), default=128, help="Cut texts after N tokens.")
-@click.option("--batch-size", type=click.IntRange(1), default=16, help="Texts run at a time.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    default=16,
+    help="Texts, images or sounds run at a time.",
+)
 @click.option(
     "--similarity",
     type=click.FloatRange(0, 1, min_open=True),
@@ -131,33 +150,34 @@ def doctor(**options: Any) -> None:  # noqa: ANN401
 def _inputs(options: dict[str, Any], *, small: bool = False) -> tuple[Source, TextBatches]:
     """The model and the batches that a command names; one batch of short texts if `small`."""
     from headprobe.inputs import (
-        batch_texts,
+        Choice,
+        batch_inputs,
         build_module,
         load_model,
+        read_images,
+        read_sounds,
         read_texts,
-        sample_texts,
-        short_texts,
     )
 
     if options["module"]:
-        if options["model"] or options["text"] or options["device"] != "cpu":
+        named = any(options[name] for name in ("model", "text", "images", "audio"))
+        if named or options["device"] != "cpu":
             raise click.UsageError("--module makes model and batches itself: leave the others out.")
         return build_module(options["module"])
-    texts = (
-        sample_texts()
-        if options["text"] is None
-        else read_texts(options["text"], paragraphs=options.get("paragraphs", False))
+    text, paragraphs = options["text"], options.get("paragraphs", False)
+    choice = Choice(  # read first: a path that is wrong is told before a large model is loaded
+        texts=None if text is None else read_texts(text, paragraphs=paragraphs),
+        images=read_images(options["images"]),
+        sounds=read_sounds(options["audio"]),
+        most=options.get("max_texts"),
+        small=small,
     )
     names = ("device", "dtype", "trust_remote_code", "gguf", "tokenizer", "base")
     source = load_model(options["model"], **{name: options[name] for name in names})
     if small:
-        return source, batch_texts(short_texts(texts), source)
-    return source, batch_texts(
-        texts[: options["max_texts"]],
-        source,
-        max_tokens=options["max_tokens"],
-        batch_size=options["batch_size"],
-    )
+        return source, batch_inputs(source, choice)
+    sizes = {name: options[name] for name in ("max_tokens", "batch_size")}
+    return source, batch_inputs(source, choice, **sizes)
 
 
 def _analyze(options: dict[str, Any]) -> tuple[Path, Tables]:
@@ -171,7 +191,7 @@ def _analyze(options: dict[str, Any]) -> tuple[Path, Tables]:
     started = datetime.now(UTC)
     with run_folder(folder, force=options["force"]) as unfinished:
         inputs = run_inputs(source, batches)
-        with progress(inputs, f"{source.name}: {batches.texts} texts") as shown:
+        with progress(inputs, f"{source.name}: {batches.counted}") as shown:
             measured, tables = analyze(source, batches, settings, shown)
         tables.summary["command"] = shlex.join(["headprobe", *sys.argv[1:]])
         tables.summary["started"] = started.isoformat(timespec="seconds")

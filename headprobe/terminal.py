@@ -85,7 +85,11 @@ def results(tables: Tables, folder: Path) -> None:
     left_out = {left["site"]: left["reason"] for left in tables.summary["left_out"]}
     for line in _by_reason(left_out):
         console.print(f"Left out: {line}.")
-    console.print("Layers and heads count from 0; means over the heads of a layer.")
+    for note in tables.summary.get("notes", []):
+        console.print(f"Note: {note}.")
+    console.print(
+        f"Layers and heads count from 0; means over the heads of a layer{_units(tables)}."
+    )
     names = ", ".join(sorted(path.name for path in folder.iterdir()))
     console.print(f"\nWritten to {click.format_filename(folder)}: {names}", soft_wrap=True)
 
@@ -177,6 +181,12 @@ def _console() -> Console:
     return console
 
 
+def _units(tables: Tables) -> str:
+    """The unit of the distances, where it is not tokens alone."""
+    units = sorted(set(tables.heads["distance_unit"]) - {""})
+    return f"; distances in {' or '.join(units)}" if units not in ([], ["tokens"]) else ""
+
+
 def _layers(tables: Tables) -> Table:
     from rich.table import Table
 
@@ -194,7 +204,9 @@ def _layers(tables: Tables) -> Table:
             else str(row["layer"]),
             str(row["heads"]),
             _number(row["entropy_normalized_mean"], 3),
-            _number(row["distance_mean"], 1),
+            _number(
+                row["distance_mean"], 3 if tables.heads["distance_unit"].eq("seconds").any() else 1
+            ),
             _number(row["js_similarity_mean"], 3),
             "  ".join(_groups(tables, row)),
         )

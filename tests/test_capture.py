@@ -910,3 +910,28 @@ def test_heads_may_be_mixed_before_the_softmax_and_not_after():
     for attend in (after, twice):
         with pytest.raises(NoAttentionError):
             headprobe.profile(Nano(attend=attend), [inputs])
+
+
+def test_values_may_be_multiplied_from_the_left():
+    """As in blocks of autoencoders of images: values [.., dim, keys] times turned weights."""
+
+    def turned(q, k, v):
+        weights = (q @ k.mT).softmax(dim=-1)
+        return (v.mT @ weights.permute(0, 1, 3, 2)).mT
+
+    model, inputs = Nano(attend=turned).eval(), {"idx": torch.randint(0, 60, (2, 9))}
+    expected = model(**inputs)
+    output, (call,), _ = run(model, inputs)
+    assert torch.equal(output, expected)
+    assert call.reconstruction_error(at_all_rows(call)) < 1e-6
+    assert call.output_projection.site == "c_proj"
+    gated, _, _ = run(model, inputs, gates={"": torch.zeros(4)})
+    torch.testing.assert_close(gated, model.wte(inputs["idx"]) + model.c_proj.bias)
+
+
+def test_turned_weights_before_the_values_are_no_attention():
+    def turned(q, k, v):
+        return (q @ k.mT).softmax(dim=-1).mT @ v
+
+    with pytest.raises(NoAttentionError, match="rows and keys were swapped before"):
+        run(Nano(attend=turned).eval(), {"idx": torch.randint(0, 60, (2, 9))})

@@ -8,7 +8,7 @@ import torch
 from headprobe.statistics import BLOCKS, LAYER_STATISTICS, STATISTICS, PairSums, Rows, Statistic
 
 EVERY = (*STATISTICS, *LAYER_STATISTICS)
-KINDS = ("bidirectional", "causal", "cross", "sink")
+KINDS = ("bidirectional", "causal", "cross", "sink", "grid")
 
 every_statistic = pytest.mark.parametrize("statistic", EVERY, ids=lambda s: s.name)
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -27,6 +27,7 @@ class Made:
         self.special = torch.zeros(3, width, dtype=torch.bool)
         self.punctuation = torch.zeros(3, width, dtype=torch.bool)
         self.z = torch.zeros(3, heads, width, 5)
+        self.coordinates = torch.full((3, width, 2), torch.nan)
         for text, size in enumerate(lengths):
             some = slice(width - size, width) if left else slice(0, size)
             scores = 3 * torch.randn(heads, size, size, generator=generator)
@@ -36,6 +37,8 @@ class Made:
             sink = torch.full((heads, size, 1), 1.0 if kind == "sink" else -torch.inf)
             both = torch.cat([scores, sink], dim=-1).softmax(-1)
             self.weights[text, :, some, some] = both[..., :-1]
+            index = torch.arange(1, size)  # the first position lies nowhere
+            self.coordinates[text, some][1:] = torch.stack([index // 4 * 16.0, index % 4 * 16.0], 1)
             self.valid[text, some] = True
             self.special[text, some.start] = self.special[text, some.start + size - 1] = True
             self.punctuation[text, some.start + 3] = True
@@ -58,6 +61,7 @@ class Made:
             key_valid=self.valid[texts],
             visible=visible,
             self_attention=self.kind != "cross",
+            coordinates=self.coordinates[texts] if self.kind == "grid" else None,
             sink=self.kind == "sink",
             classes={"special": self.special[texts], "punctuation": self.punctuation[texts]},
             z=self.z[texts][:, heads, some],
@@ -86,7 +90,13 @@ def assert_same(a, b, tolerance):
     torch.testing.assert_close(a.count, b.count, atol=20 * tolerance, rtol=tolerance)
 
 
-CROSSLESS = ("distance", "distance_ratio", "previous", "current", "next")
+WHERE = {
+    **dict.fromkeys(("distance", "distance_ratio", "current"), set(KINDS) - {"cross"}),
+    **dict.fromkeys(("previous", "next"), set(KINDS) - {"cross", "grid"}),
+    "distance_unnormalized": {"grid"},
+    "missing": {"sink"},
+}
+"""For which kinds of attention a statistic exists; for all if it isn't here."""
 
 
 def cases():
@@ -94,8 +104,7 @@ def cases():
         pytest.param(statistic, kind, id=f"{statistic.name}-{kind}")
         for statistic in EVERY
         for kind in KINDS
-        if not (kind == "cross" and statistic.name in CROSSLESS)
-        and not (kind != "sink" and statistic.name == "missing")
+        if kind in WHERE.get(statistic.name, KINDS)
     ]
 
 
@@ -197,6 +206,13 @@ def test_no_row_no_figure(statistic, kind):
     made = Made(kind)
     made.valid[:] = False
     assert made.sums(statistic).value().isnan().all()
+
+
+@every_statistic
+@every_kind
+def test_where_a_statistic_exists(statistic, kind):
+    exists = Made(kind).sums(statistic) is not None
+    assert exists == (kind in WHERE.get(statistic.name, KINDS))
 
 
 @every_statistic

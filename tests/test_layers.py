@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 TABLES = {"numpy", "pandas", "scipy", "sklearn"}
 PAGES = {"jinja2", "markupsafe", "numpy", "pandas"}
-SOURCES = {"huggingface_hub", "torch", "transformers"}
+SOURCES = {"huggingface_hub", "peft", "torch", "transformers"}
 TENSORS = {"torch"}
 MEASURING = TENSORS | TABLES | {"safetensors"}
 BASE = {"attention", "capture", "statistics"}
@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "training": ACTING,
     "report": PAGES,
     "figures": TABLES | {"matplotlib", "seaborn"},
-    "inputs": SOURCES,
+    "inputs": SOURCES | {"PIL", "numpy", "scipy"},
     "integrations": None,
     "analysis": MEASURING | {"capture", "profile", "impact", "diagnosis", "report", "inputs"},
     "terminal": {"click", "rich", "pandas", "doctor", "report"},

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headprobe.capture.call import AttentionCall, Block, OutputProjection, visible_keys
 from headprobe.capture.flow import LEARNED, Trace
 from headprobe.capture.kernels import seen_kernels
+from headprobe.capture.places import Places
 from headprobe.capture.projection import Pending, output_projection
 from headprobe.capture.running import RunningModules
 from headprobe.capture.seams import Seams
@@ -34,6 +35,7 @@ __all__ = [
     "Block",
     "Capture",
     "OutputProjection",
+    "Places",
     "distinct",
     "is_content",
     "seen_kernels",
@@ -115,6 +117,7 @@ class Capture:
         ]
         for name, tensor in reversed(contents):  # the first name of a tensor given twice stays
             self._watch.traces.set(tensor, Trace(stream=name))
+        self._watch.following.start(dict(contents))
         self._watch.axes = {
             name: tuple(tensor.shape[:2]) for name, tensor in contents if not tensor.is_nested
         }
@@ -128,6 +131,7 @@ class Capture:
             stack.enter_context(seen_kernels(self.model))
             if any(name in sys.modules for name in _COMPILING):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self._watch.following)  # also sees what the seams do
             stack.enter_context(Seams(self._watch))
             self._stack = stack.pop_all()
         return self

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headprobe.attention import attention_weights, weighted_values
+from headprobe.capture.places import TOKENS, Places
 
 # A key that a mask pushes this far below the row's best score is masked, not just unloved: masks
 # add -1e4 or less, scores of trained models differ by some hundreds.
@@ -85,6 +86,7 @@ class AttentionCall:
         output_is_projected: whether `output` is after W_O.
         output_projection: W_O, or None.
         no_projection: why there is no `output_projection`.
+        places: where its positions lie in the model's input.
     """
 
     site: str
@@ -106,6 +108,7 @@ class AttentionCall:
     output_is_projected: bool = False
     output_projection: OutputProjection | None = None
     no_projection: str = ""
+    places: Places = TOKENS
 
     @property
     def _map(self) -> Tensor:

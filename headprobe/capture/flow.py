@@ -92,6 +92,7 @@ class Trace:
         softmaxed: the softmax whose weights it holds.
         scores: what went into that softmax, laid out like the weights.
         undropped: the weights before dropout, where dropout has acted on them.
+        turned: whether rows and keys of the weights have been swapped.
         sink: whether a column of the weights has been dropped: a learned sink's.
         consumers: for an attention output: where it goes.
         obstacle: what has changed the attention output since, if anything.
@@ -103,6 +104,7 @@ class Trace:
     softmaxed: Softmaxed | None = None
     scores: Tensor | None = None
     undropped: Tensor | None = None
+    turned: bool = False
     sink: bool = False
     consumers: Consumers | None = None
     obstacle: str | None = None
@@ -117,6 +119,8 @@ class Trace:
         trace = self
         if trace.product and name in _ENDS_PRODUCT:
             trace = replace(trace, product=None)
+        if trace.softmaxed and name in _REORDERS and _is_turned(source, result):
+            return replace(trace, turned=not trace.turned)
         kept = _is_still_a_map(source, result)
         kept = kept and (result.shape[-1] == source.shape[-1] or name in _SLICES)
         if name in _REORDERS:
@@ -124,7 +128,9 @@ class Trace:
             # which order the others are now is not followed, so that dropped weights are lost.
             kept = kept and source.stride()[-2:] == result.stride()[-2:] and self.undropped is None
         if trace.softmaxed and not kept:
-            trace = replace(trace, softmaxed=None, scores=None, undropped=None, sink=False)
+            trace = replace(
+                trace, softmaxed=None, scores=None, undropped=None, turned=False, sink=False
+            )
         elif trace.softmaxed and result.shape[-1] < source.shape[-1]:
             scores = None if trace.scores is None else _columns(trace.scores, source, result)
             trace = replace(trace, scores=scores, sink=True)
@@ -213,6 +219,7 @@ def _merge(first: Trace, second: Trace) -> Trace:
         softmaxed=first.softmaxed or second.softmaxed,
         scores=second.scores if first.scores is None else first.scores,
         undropped=second.undropped if first.undropped is None else first.undropped,
+        turned=first.turned or second.turned,
         sink=first.sink or second.sink,
         consumers=first.consumers or second.consumers,
         obstacle=first.obstacle or second.obstacle,
@@ -245,6 +252,15 @@ def _numbers(values: Iterable[object]) -> Iterator[int]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _numbers(value)
+
+
+def _is_turned(source: Tensor, result: Tensor) -> bool:
+    """Whether the last two axes have been swapped and no others."""
+    if result.dim() != source.dim() or source.dim() < 2:
+        return False
+    order = [*range(source.dim() - 2), source.dim() - 1, source.dim() - 2]
+    turned = source.permute(order)
+    return turned.shape == result.shape and turned.stride() == result.stride()
 
 
 def _is_still_a_map(source: Tensor, result: Tensor) -> bool:

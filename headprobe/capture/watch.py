@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from headprobe.capture.call import AttentionCall
 from headprobe.capture.flow import Consumers, Softmaxed, Trace, Traces
+from headprobe.capture.following import Following
+from headprobe.capture.places import places_of
 from headprobe.capture.projection import Pending
 from headprobe.capture.running import RunningModules
 
@@ -54,6 +57,7 @@ class Watch:
 
     Attributes:
         traces: what is known of each tensor.
+        following: where in the input each tensor's entries lie.
         axes: model input -> its first two axes, of which one tells the number of sequences.
         unread: site -> reason, for modules that seemed to attend but could not be read.
         softmaxes: those of this pass that may be attention.
@@ -69,6 +73,7 @@ class Watch:
         self.running = running
         self.gate = gate
         self.traces = Traces()
+        self.following = Following()
         self.axes: dict[str, tuple[int, ...]] = {}
         self.unread: dict[str, str] = {}
         self.softmaxes: list[Softmaxed] = []
@@ -122,6 +127,7 @@ class Watch:
         self.fused.clear()
         self.softmaxes.clear()
         self.traces.clear()
+        self.following.clear()
 
     def await_projection(
         self, call: AttentionCall, result: Tensor | None = None, *, folded: bool = False
@@ -135,7 +141,8 @@ class Watch:
         """
         self._flush()
         consumers = Consumers()
-        self._pending = Pending(call, consumers, folded)
+        placed = replace(call, places=places_of(call, self.following))
+        self._pending = Pending(placed, consumers, folded)
         if result is not None:
             self.traces.set(result, Trace(stream=call.streams[0], consumers=consumers))
 

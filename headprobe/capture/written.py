@@ -96,26 +96,55 @@ def product(watch: Watch, func: Any, args: Arguments, kwargs: Keywords) -> Tenso
         first, second = second, first
     left, right = watch.traces.of(first), watch.traces.of(second)
     equation = args[0] if func is torch.einsum and isinstance(args[0], str) else ""
-    if right.softmaxed and equation:  # the order of factors is free: here the weights come first
+    if left.softmaxed is None and right.softmaxed and equation:
+        # The order of factors is free: here the weights come first.
         first, second, left, right = second, first, right, left
         equation = _swapped(equation)
     mixes = is_weight(second) and right.stream in (None, LEARNED)
-    if left.softmaxed and right.softmaxed:
-        left.softmaxed.fate = "the weights are multiplied with weights"
-    elif left.softmaxed and not mixes:
+    if left.softmaxed is None and right.softmaxed and right.turned:
+        return _turned_back(watch, first, second, result)
+    if left.softmaxed and not mixes and not _misuse(left, right):
         orders = _orders(func, equation, first, second, result)
         return _weighted(watch, first, second, result, orders)
-    elif right.softmaxed:
-        right.softmaxed.fate = "the weights are the second factor of the product"
-    elif mixes:
+    if mixes:
         watch.linear_map(first, second, None, result)
-        if left.product and result.shape == first.shape:  # heads may be mixed before the softmax
+        is_map = left.product and not left.softmaxed
+        if is_map and result.shape == first.shape:  # heads may be mixed before the softmax
             watch.traces.set(result, Trace(stream=left.stream, product=left.product))
         return result
-    streams = (left.stream, right.stream)
+    _scores(watch, (left, right), first, result)
+    return result
+
+
+def _misuse(left: Trace, right: Trace) -> str:
+    """Why a product with a map is no mixture of values; empty if it is one."""
+    if left.softmaxed and right.softmaxed:
+        return "the weights are multiplied with weights"
+    if left.softmaxed:
+        return "its rows and keys were swapped before the product" if left.turned else ""
+    return "the weights are the second factor of the product"
+
+
+def _scores(watch: Watch, sides: tuple[Trace, Trace], first: Tensor, result: Tensor) -> None:
+    """What two factors give that are no weights and values, and no linear map."""
+    left, right = sides
+    seen = left.softmaxed or right.softmaxed
+    if seen is not None:
+        seen.fate = _misuse(left, right) or seen.fate
     if left.product and None not in left.product and watch.is_sequence(right.stream, first):
         watch.unreadable(watch.running.site, NO_SOFTMAX)
+    streams = (left.stream, right.stream)
     watch.traces.set(result, Trace(stream=left.stream or right.stream, product=streams))
+
+
+def _turned_back(watch: Watch, values: Tensor, turned: Tensor, result: Tensor) -> Tensor:
+    """Values [.., dim, keys] times turned weights: the product of weights and values, turned."""
+    weights = turned.mT
+    watch.traces.set(weights, replace(watch.traces.of(turned), turned=False))
+    axes = tuple(range(values.dim())), tuple(range(result.dim()))
+    mixed = _weighted(watch, weights, values.mT, result.mT, axes)
+    result = mixed.mT
+    watch.traces.set(result, watch.traces.of(mixed))
     return result
 
 

@@ -6,11 +6,11 @@ import hashlib
 import inspect
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headprobe.errors import HeadprobeError
-from headprobe.inputs.models import Source
+from headprobe.inputs.models import Source, word_embeddings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,6 +39,9 @@ class TextBatches:
         max_tokens: the limit that was used, special tokens included; None: there was none.
         texts_hash: SHA-256 of the texts that the batches hold; None if there are no texts.
         batch_first: whether tensors are [batch, tokens, ...], not [tokens, batch, ...].
+        media: "images" or "sounds" -> what the summary says of those in the batches.
+        seconds: name of an input that is sound -> seconds per step.
+        notes: what a person should know of how the batches were made.
     """
 
     batches: list[dict[str, Any]]
@@ -50,6 +53,15 @@ class TextBatches:
     max_tokens: int | None
     texts_hash: str | None
     batch_first: bool = True
+    media: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def counted(self) -> str:
+        """What the batches hold, and how many: "88 texts"."""
+        kinds = [*self.media, *(["texts"] if self.texts_hash or not self.media else [])]
+        return " and ".join(f"{self.texts} {kind}" for kind in kinds)
 
 
 def batch_texts(
@@ -119,8 +131,7 @@ def _tokenise(
 
 def _check_ids(rows: Iterable[dict[str, list[int]]], source: Source) -> None:
     largest = max(max(row["input_ids"]) for row in rows)
-    embeddings = source.model.get_input_embeddings()  # type: ignore[operator]
-    vocabulary = getattr(embeddings, "num_embeddings", None)
+    vocabulary = getattr(word_embeddings(source.model), "num_embeddings", None)
     if vocabulary is not None and largest >= vocabulary:
         raise HeadprobeError(
             f"the tokenizer of {source.name!r} has token id {largest}, its model only ids below "

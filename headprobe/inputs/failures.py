@@ -68,6 +68,11 @@ def needs_code(address: str) -> HeadprobeError:
     )
 
 
+def needs_pillow() -> HeadprobeError:
+    """The refusal of images where nothing is installed that reads them."""
+    return HeadprobeError('images are read with Pillow: run pip install "headprobe[images]".')
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from headprobe.errors import HeadprobeError
 from headprobe.inputs.adapters import find_adapter, merged
 from headprobe.inputs.failures import explaining, needs_code
 from headprobe.inputs.places import Place, folder_name, locate
+from headprobe.inputs.processors import TEXT, load_processor, reads
 from headprobe.inputs.quiet import quiet
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ class Source:
         max_positions: the most tokens that the model can read, special ones included; None if it
             has no such limit.
         adapter_sha256: SHA-256 of the weights of the adapter that was merged into the model.
+        reads: which of text, images and sound can be given to the model by themselves.
+        processors: "images" or "sound" -> loads what prepares them for the model.
     """
 
     model: nn.Module
@@ -53,6 +57,8 @@ class Source:
     dtype: torch.dtype | None
     max_positions: int | None
     adapter_sha256: str | None = None
+    reads: frozenset[str] = frozenset((TEXT,))
+    processors: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
     @property
     def reader(self) -> PreTrainedTokenizerBase:
@@ -64,6 +70,19 @@ class Source:
         if self.tokenizer is None:
             raise HeadprobeError(f"{self.name!r} has no tokenizer: it can't be run on texts.")
         return self.tokenizer
+
+    def processor(self, kind: str) -> Any:  # noqa: ANN401
+        """What prepares "images" or "sound" for the model.
+
+        Raises:
+            HeadprobeError: if the model can't be run on such, or comes without a processor.
+        """
+        if kind not in self.processors:
+            raise HeadprobeError(
+                f"{self.name!r} takes no {kind}: it reads {' and '.join(sorted(self.reads))}."
+            )
+        with quiet():
+            return self.processors[kind]()
 
 
 def load_model(
@@ -102,13 +121,17 @@ def load_model(
         adapter = find_adapter(model, base)
         place = locate(adapter.base if adapter else model, trusted=trust_remote_code, gguf=gguf)
         config = _load_config(place)
-        reader = _load_tokenizer(
-            locate(tokenizer, trusted=trust_remote_code, any_folder=True) if tokenizer else place
-        )
         loaded = _load_weights(place, config, dtype, adapter.base_class if adapter else None)
         if adapter:
             loaded = merged(loaded, adapter)
         loaded = loaded.eval().to(target)
+        kinds = reads(loaded)
+        if tokenizer:
+            reader: PreTrainedTokenizerBase | None = _load_tokenizer(
+                locate(tokenizer, trusted=trust_remote_code, any_folder=True)
+            )
+        else:
+            reader = _load_tokenizer(place) if TEXT in kinds else _tokenizer_if_any(place)
     return Source(
         model=loaded,
         tokenizer=reader,
@@ -118,7 +141,9 @@ def load_model(
         revision=place.revision,
         weights_sha256=place.weights_sha256,
         dtype=loaded.dtype,
-        max_positions=_max_positions(loaded, reader),
+        max_positions=None if reader is None else _max_positions(loaded, reader),
+        reads=kinds,
+        processors={kind: partial(load_processor, place, kind) for kind in kinds - {TEXT}},
     )
 
 
@@ -180,6 +205,14 @@ def _load_tokenizer(place: Place) -> PreTrainedTokenizerBase:
             "beside config.json; copy the files from where the model comes from."
         )
     return tokenizer
+
+
+def _tokenizer_if_any(place: Place) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model that can do without: for what a decoder of speech says."""
+    try:
+        return _load_tokenizer(place)
+    except HeadprobeError:
+        return None
 
 
 def _load_weights(
@@ -275,11 +308,24 @@ def _max_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return min(limits, default=None)
 
 
+def word_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """The table of a model's words; None if it has none."""
+    from torch import nn
+
+    try:
+        words: nn.Module = model.get_input_embeddings()
+        return words
+    except NotImplementedError:  # a model of several towers: transformers doesn't say whose
+        size = getattr(model.config.get_text_config(), "vocab_size", None)
+        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        return next((table for table in tables if table.num_embeddings == size), None)
+
+
 def _first_position(model: PreTrainedModel, table: int) -> int:
     """Positions may start after the padding row of their table, which is shorter by that."""
     from torch import nn
 
-    words = model.get_input_embeddings()
+    words = word_embeddings(model)
     for module in model.modules():
         is_positions = isinstance(module, nn.Embedding) and module is not words
         if is_positions and module.num_embeddings == table and module.padding_idx is not None:

@@ -100,12 +100,14 @@ def _tolerances(dtype: torch.dtype) -> _Tolerances:
 
 def _sides(call: AttentionCall, texts: Texts) -> tuple[Tensor, Tensor] | str:
     """Which queries and keys are no padding, or why that can't be told."""
+    if call.places.padded:
+        return "some of its positions are nothing but padding that the model added"
     if call.batch != len(texts):
         return (
             f"its map has {call.batch} sequences, the batch has {len(texts)} texts (of "
             "[positions, batch, ...] tensors? then profile(..., batch_first=False))"
         )
-    if call.moved:
+    if call.moved and call.places.coordinates is None:  # else they were followed there
         return f"its positions may be in another order than the input's, after {call.moved!r}"
     same = call.streams[0] is not None and call.streams[0] == call.streams[1]
     if same and call.queries < call.keys:

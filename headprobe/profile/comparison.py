@@ -30,7 +30,9 @@ class Compared:
     Attributes:
         address: which call of which module this is.
         heads: number of heads.
-        axes: the streams and lengths of queries and keys; heads of unlike ones have no similarity.
+        axes: the streams and lengths of queries and keys, and which positions they are; heads of
+            unlike ones have no similarity.
+        blocks: the resampling block of each sequence.
         sink: whether part of the attention may go to no key.
         source: the weights of these rows, or the call to rebuild them from when they are needed.
         index: the sampled rows, [batch, rows].
@@ -40,7 +42,8 @@ class Compared:
 
     address: Address
     heads: int
-    axes: tuple[str | None, str | None, int, int]
+    axes: tuple[str | None, str | None, int, int, str]
+    blocks: list[int]
     sink: bool
     source: Block | AttentionCall
     index: Tensor
@@ -61,13 +64,12 @@ class Compared:
 
 
 def compare(
-    layers: Sequence[Compared], blocks: Sequence[int], sampling: Sampling
+    layers: Sequence[Compared], sampling: Sampling
 ) -> dict[tuple[Address, Address], PairSums]:
     """The similarity of all heads whose rows can be compared, as sums.
 
     Args:
         layers: the layers of one forward pass.
-        blocks: the resampling block of each text.
         sampling: how many pairs, and how many rows across layers.
     """
     panels: dict[Any, list[Compared]] = defaultdict(list)
@@ -77,7 +79,7 @@ def compare(
     sums: dict[tuple[Address, Address], PairSums] = {}
     for panel in panels.values():
         for key, texts in _panel(panel, chosen, sampling.rows_across):
-            measured = PairSums.of(texts, blocks)
+            measured = PairSums.of(texts, panel[0].blocks)
             sums[key] = sums[key] + measured if key in sums else measured
     return sums
 

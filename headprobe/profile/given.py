@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headprobe.capture import AttentionCall, is_content
+from headprobe.capture import AttentionCall, Places, is_content
 from headprobe.errors import HeadprobeError
 from headprobe.profile.forms import GivenMap, Side, read_maps
 from headprobe.profile.inspection import check_content, check_shapes, masks_read_off
@@ -56,7 +56,8 @@ def from_attentions(
         inputs: what the model read, by the names of its forward, [batch, positions, ...]:
             `input_ids` (with it, the sampled rows are those that `profile` draws) and its
             `attention_mask` (1 is a token, 0 is padding; without it nothing is padding),
-            `decoder_input_ids` and `decoder_attention_mask`, `pixel_values` ...
+            `decoder_input_ids` and `decoder_attention_mask`, `pixel_values` ... Where the patches
+            of images or the frames of sounds lie can't be told without the model: no distances.
 
     Returns:
         The sums, as from `profile`.
@@ -86,7 +87,7 @@ def from_attentions(
     tensors = _inputs(inputs, device)
     streams = _streams({given.side for given in present}, tensors)
     texts = _texts(present, streams, tensors, sampling.seed, classes)
-    calls = [_call(given, streams[given.side]) for given in present]
+    calls = [_call(given, streams[given.side], tensors) for given in present]
     calls = [check_content(call, texts) for call in calls]
     masks = masks_read_off(calls, texts, None if kind == "cross" else kind, padding=_told(tensors))
     observer = Observer(texts, sampling)
@@ -210,7 +211,9 @@ def _check_axes(site: str, name: str, tensor: Tensor | None, positions: list[int
         raise ValueError(f"{name} has other entries than 0 and 1: 1 is a token, 0 is padding")
 
 
-def _call(given: GivenMap, streams: tuple[str | None, str | None]) -> AttentionCall:
+def _call(
+    given: GivenMap, streams: tuple[str | None, str | None], inputs: Mapping[str, Tensor]
+) -> AttentionCall:
     return AttentionCall(
         site=given.site,
         call=0,
@@ -219,4 +222,16 @@ def _call(given: GivenMap, streams: tuple[str | None, str | None]) -> AttentionC
         value=None,
         weights=given.weights,
         no_projection="only the map was given",
+        places=_places(inputs.get(streams[0] or ""), _weights(given).shape[2]),
     )
+
+
+def _places(read: Tensor | None, positions: int) -> Places:
+    if read is None or (read.dim() == _SEQUENCE_AXES and read.shape[1] == positions):
+        return Places("positions")
+    if not read.is_floating_point():
+        return Places("tokens")
+    return Places("", "only the map was given, not how the model made positions of its input")
+
+
+_SEQUENCE_AXES = 3  # [batch, positions, features]

@@ -12,6 +12,7 @@ from headprobe.capture import AttentionCall
 from headprobe.errors import HeadprobeError
 from headprobe.profile.audit import NOT_FINITE, PADDING_MASS, Audit, audit
 from headprobe.profile.comparison import ROWS_AT_ONCE, Compared, compare
+from headprobe.profile.located import Located, locate
 from headprobe.profile.sums import Layer, Profile
 from headprobe.profile.texts import Texts
 from headprobe.statistics import LAYER_STATISTICS, STATISTICS, OutputNorm, Rows, Statistic
@@ -42,7 +43,8 @@ class Observer:
         """Measure the call, or note why it is left out."""
         if call.repeats is not None:  # one map that mixes two lots of values is one
             return
-        found = audit(call, self._texts, self._sampling.rows, ROWS_AT_ONCE)
+        located = locate(call, self._texts)
+        found = audit(call, located.texts, self._sampling.rows, ROWS_AT_ONCE)
         reason = found if isinstance(found, str) else found.reason
         if isinstance(found, str) or reason:
             self._left_out.setdefault(call.site, reason)
@@ -52,37 +54,12 @@ class Observer:
                 f"{call.site!r} attends to padding (weight {found.padding_mass:.2g}): the model "
                 "doesn't use the mask; give it texts of one length, or one text at a time"
             )
-        # Keys of another number are another sequence, if only a pooled one: key i isn't query i.
-        is_cross = call.streams[0] != call.streams[1] or call.queries != call.keys
-        statistics, later = self._statistics(call.contiguous(), found, is_cross)
-        broken = {name for name, sums in statistics.items() if not sums.total.isfinite().all()}
-        if broken - {OutputNorm.name}:  # rows that are not among the sampled ones
+        layer = self._measured(call, found, located)
+        if layer is None:  # rows that are not among the sampled ones
             self._left_out.setdefault(call.site, NOT_FINITE)
             return
-        no_projection = call.no_projection
-        if broken:
-            del statistics[OutputNorm.name]
-            no_projection = "W_O has entries that are not finite: broken parameters"
-        self._layers.append(
-            Layer(
-                site=call.site,
-                call=call.call,
-                seam=call.seam,
-                streams=call.streams,
-                heads=call.heads,
-                kv_heads=call.kv_heads,
-                dims=_dims(call),
-                output_site=call.output_projection.site if call.output_projection else "",
-                no_projection=no_projection,
-                is_cross=is_cross,
-                later_keys=later,
-                reconstruction_error=found.reconstruction_error,
-                row_sums=found.row_sums,
-                padding_mass=None if bool(found.key_valid.all()) else found.padding_mass,
-                statistics=statistics,
-            )
-        )
-        self._compared.append(_to_compare(call, found, self._sampling))
+        self._layers.append(layer)
+        self._compared.append(_to_compare(call, found, located, self._sampling))
 
     def finish(self, unread: Mapping[str, str], settings: Mapping[str, Any]) -> Profile:
         """Compare the layers and give everything that was measured.
@@ -95,10 +72,13 @@ class Observer:
         compared = [c for c in self._compared if c.address[0] not in self._left_out]
         # A second softmax in a module doesn't spoil the attention that was read there.
         sites = {layer.site for layer in measured}
-        unread = {site: why for site, why in unread.items() if site not in sites}
+        unread = {
+            f"{site} (a second softmax)" if site in sites else site: why
+            for site, why in unread.items()
+        }
         return Profile(
             measured=measured,
-            pair_sums=compare(compared, self._texts.blocks.tolist(), self._sampling),
+            pair_sums=compare(compared, self._sampling),
             left_out=unread | self._left_out,
             texts=len(self._texts),
             tokens=self._texts.tokens,
@@ -106,8 +86,40 @@ class Observer:
             settings=dict(settings),
         )
 
+    def _measured(self, call: AttentionCall, found: Audit, located: Located) -> Layer | None:
+        """What there is to say of a call; None if its weights are not finite."""
+        # Keys of another number are another sequence, if only a pooled one: key i isn't query i.
+        is_cross = call.streams[0] != call.streams[1] or call.queries != call.keys
+        statistics, later = self._statistics(call.contiguous(), found, located, is_cross)
+        broken = {name for name, sums in statistics.items() if not sums.total.isfinite().all()}
+        if broken - {OutputNorm.name}:
+            return None
+        no_projection = call.no_projection
+        if broken:
+            del statistics[OutputNorm.name]
+            no_projection = "W_O has entries that are not finite: broken parameters"
+        return Layer(
+            site=call.site,
+            call=call.call,
+            seam=call.seam,
+            streams=call.streams,
+            heads=call.heads,
+            kv_heads=call.kv_heads,
+            dims=_dims(call),
+            output_site=call.output_projection.site if call.output_projection else "",
+            no_projection=no_projection,
+            is_cross=is_cross,
+            distance_unit=located.unit,
+            no_distance=located.reason,
+            later_keys=later,
+            reconstruction_error=found.reconstruction_error,
+            row_sums=found.row_sums,
+            padding_mass=None if bool(found.key_valid.all()) else found.padding_mass,
+            statistics=statistics,
+        )
+
     def _statistics(
-        self, call: AttentionCall, found: Audit, is_cross: bool
+        self, call: AttentionCall, found: Audit, located: Located, is_cross: bool
     ) -> tuple[dict[str, Statistic], int]:
         """Every statistic of a call, and how many later keys its valid rows may see."""
         query_valid, key_valid = found.query_valid, found.key_valid
@@ -117,7 +129,7 @@ class Observer:
             if per_head.dtype != torch.float64:
                 per_head = per_head.float()
             gram = per_head @ per_head.transpose(1, 2)
-        classes = self._texts.classes_of(call.streams[1], call.keys)
+        classes = located.classes(call)
         sums: dict[str, Statistic] = {}
         later = 0
         size = max(1, _BLOCK_ENTRIES // (call.batch * call.heads * call.keys))
@@ -130,6 +142,8 @@ class Observer:
                 key_valid=key_valid,
                 visible=block.visible,
                 self_attention=not is_cross,
+                has_distance=bool(located.unit),
+                coordinates=located.coordinates,
                 classes=classes,
                 sink=call.sink,
                 z=None if gram is None else call.head_outputs(block),
@@ -142,8 +156,12 @@ class Observer:
                     old = sums.get(statistic.name)
                     sums[statistic.name] = measured if old is None else old + measured
         tokens = key_valid.sum(dim=1).cpu()
-        blocks = self._texts.blocks
-        return {name: total.in_blocks(blocks, tokens) for name, total in sums.items()}, later
+        blocks = located.texts.blocks
+        return {
+            name: total.in_blocks(blocks, tokens)
+            for name, total in sums.items()
+            if name not in located.left_out
+        }, later
 
 
 def _dims(call: AttentionCall) -> tuple[int | None, int | None]:
@@ -152,12 +170,15 @@ def _dims(call: AttentionCall) -> tuple[int | None, int | None]:
     return query, value
 
 
-def _to_compare(call: AttentionCall, found: Audit, sampling: Sampling) -> Compared:
+def _to_compare(
+    call: AttentionCall, found: Audit, located: Located, sampling: Sampling
+) -> Compared:
     """The rows that are compared: those of the sample, or the call to make all rows from."""
     return Compared(
         address=(call.site, call.call),
         heads=call.heads,
-        axes=(*call.streams, call.queries, call.keys),
+        axes=(*call.streams, call.queries, call.keys, located.layout),
+        blocks=located.texts.blocks.tolist(),
         sink=call.sink,
         source=found.sample if sampling.rows is not None else replace(call, output=None),
         index=found.index,

@@ -53,7 +53,8 @@ class Padding:
         Raises:
             HeadprobeError: if they differ.
         """
-        if self._checked or not any(_is_padded(inputs.get(name)) for name in _MASKS):
+        masks = [mask for name in _MASKS if _is_padded(mask := inputs.get(name))]
+        if self._checked or not masks or any(_has_holes(mask) for mask in masks):
             return
         self._checked = True
         error = difference_alone(self._model, inputs, output)
@@ -123,17 +124,19 @@ def difference_alone(
         return None
     for whole, one in zip(together, alone, strict=False):
         if whole.shape[0] == len(padded[0]) and one.shape[0] == 1:
-            error = difference(_of_text(whole, text, mask), one[0])
+            part = _of_text(whole[text], None if mask is None else mask[text].bool())
+            error = None if part is None else difference(part, one[0])
             if error is not None:
                 return error
     return None
 
 
-def _of_text(output: Tensor, text: int, mask: object) -> Tensor:
-    """A text's part of an output, without its padding."""
-    part = output[text]
-    has_positions = isinstance(mask, Tensor) and part.shape[:1] == mask.shape[1:]
-    return part[mask[text].bool()] if isinstance(mask, Tensor) and has_positions else part
+def _of_text(part: Tensor, mask: Tensor | None) -> Tensor | None:
+    """A text's part of an output without its padding; None if it is of one position of many."""
+    if mask is not None and part.shape[:1] == mask.shape:
+        return part[mask]
+    # Of the last position, say, which in a padded text is another one.
+    return None if part.dim() > 1 and len(part) == 1 else part
 
 
 def output_tolerance(model: nn.Module) -> float:
@@ -164,11 +167,19 @@ def difference(first: Tensor, second: Tensor) -> float | None:
     """Largest difference of two outputs over the largest entry; None if they don't compare."""
     if first.shape != second.shape or not first.is_floating_point():
         return None
+    if not bool((first.isfinite() & second.isfinite()).all()):
+        return None
     return float((first - second).abs().max() / second.abs().max().clamp_min(1e-6))
 
 
 def _is_padded(mask: object) -> TypeGuard[Tensor]:
     return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 0).any())
+
+
+def _has_holes(mask: Tensor) -> bool:
+    """Whether a text has hidden tokens between others: without them it would be another text."""
+    steps = mask.bool().int().diff(dim=1, prepend=mask.new_zeros(len(mask), 1).int())
+    return bool(((steps == 1).sum(dim=1) > 1).any())
 
 
 def _is_left_padded(mask: object) -> TypeGuard[Tensor]:

@@ -52,6 +52,7 @@ def profile(
     sampling: Sampling | None = None,
     token_classes: Mapping[str, Iterable[int]] | None = None,
     batch_first: bool = True,
+    seconds: Mapping[str, float] | None = None,
 ) -> Profile:
     """Measure every attention head of a model on some texts, in one forward pass each.
 
@@ -66,6 +67,9 @@ def profile(
         token_classes: token class (one of TOKEN_CLASSES) -> token ids, for the mass on them.
         batch_first: whether a batch's tensors are [batch, positions, ...], or, as torch's own
             layers like it, [positions, batch, ...]; masks are always [batch, positions].
+        seconds: name of an input that is sound -> seconds per step along its time axis (one over
+            the sampling rate of `input_values`, 0.01 for the frames of most spectrograms);
+            distances are then in seconds, else in frames.
 
     Returns:
         The sums. `.heads()`, `.pairs()` and `.layers()` are the tables; `+` adds other texts.
@@ -90,6 +94,8 @@ def profile(
     sampling = sampling or Sampling()
     classes = checked_classes(token_classes)
     settings = {"model": fingerprint(model), **sampling.__dict__, "classes": sorted(classes)}
+    if seconds:
+        settings["seconds"] = dict(seconds)
     total = Profile()
     padding = Padding(model)
     with evaluating(model), seen_kernels(model) as switched:
@@ -101,6 +107,7 @@ def profile(
                 token_classes=classes,
                 batch_first=batch_first,
             )
+            texts = replace(texts, seconds=dict(seconds or {}))
             inputs = padding.inputs(texts.inputs)
             observer = Observer(texts, sampling)
             with Capture(model, observer) as capture:

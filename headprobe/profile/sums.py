@@ -41,6 +41,8 @@ class Layer:
         output_site: the module that W_O belongs to; empty if it is not known.
         no_projection: why W_O is not known; empty if it is.
         is_cross: whether queries and keys come from different sequences.
+        distance_unit: tokens, positions, pixels, frames or seconds; empty if no distance is known.
+        no_distance: why none is known, though there is one.
         later_keys: how many keys after their query the valid rows might see; 0 if causal.
         reconstruction_error: largest relative difference between weights · V and what the model
             computed; None where the two can't be compared.
@@ -59,6 +61,8 @@ class Layer:
     output_site: str
     no_projection: str
     is_cross: bool
+    distance_unit: str
+    no_distance: str
     later_keys: int
     reconstruction_error: float | None
     row_sums: tuple[float, float]
@@ -86,6 +90,8 @@ class Layer:
             kv_heads=max((n for n in kv_heads if n is not None), default=None),
             no_projection=self.no_projection or other.no_projection,
             is_cross=self.is_cross or other.is_cross,
+            distance_unit=self.distance_unit if self.distance_unit == other.distance_unit else "",
+            no_distance=self.no_distance or other.no_distance,
             later_keys=self.later_keys + other.later_keys,
             reconstruction_error=_largest(self.reconstruction_error, other.reconstruction_error),
             row_sums=(min(low), max(high)),

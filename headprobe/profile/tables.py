@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from headprobe.profile.sums import Address, Layer, Profile
-from headprobe.statistics import MEASURES, STATISTICS, OutputNorm, Statistic
+from headprobe.statistics import MEASURES, STATISTICS, Distance, OutputNorm, Statistic
 
 HEAD_KEY = ("kind", "stack", "layer", "head")
 """The columns that name a head."""
@@ -31,15 +32,16 @@ def heads(profile: Profile) -> pd.DataFrame:
             "site": layer.site,
             "kv_group": layer.kv_heads and key["head"] * layer.kv_heads // layer.heads,
             **{name: values[name][key["head"]] for name in names},
+            "distance_unit": layer.distance_unit,
         }
         for layer, keys in zip(profile.measured, _keys(profile), strict=True)
         for values in [{name: _values(profile, layer, name) for name in names}]
         for key in keys
     ]
-    table = pd.DataFrame(rows, columns=[*HEAD_KEY, "site", "kv_group", *names])
+    table = pd.DataFrame(rows, columns=[*HEAD_KEY, "site", "kv_group", *names, "distance_unit"])
     table = table.astype({"kv_group": "Int64"})  # missing where only maps were given
     # Columns keep their places: what was thought of later comes at the end.
-    later = names[STATISTICS.index(OutputNorm) + 1 :]
+    later = [*names[STATISTICS.index(OutputNorm) + 1 :], "distance_unit"]
     return pd.concat([table.drop(columns=later), _nearest(profile, table), table[later]], axis=1)
 
 
@@ -103,8 +105,12 @@ def intervals(profile: Profile) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)[columns]
 
 
-def glossary() -> pd.DataFrame:
-    """A row per statistic: its name, title, unit, range, definition and source."""
+def glossary(distance_units: Collection[str] = ()) -> pd.DataFrame:
+    """A row per statistic: its name, title, unit, range, definition and source.
+
+    Args:
+        distance_units: the units of the layers' distances, "" for none; tokens if not given.
+    """
     from headprobe.statistics import LAYER_STATISTICS
 
     columns = ("name", "title", "unit", "low", "high", "definition", "source")
@@ -112,6 +118,10 @@ def glossary() -> pd.DataFrame:
         {column: getattr(statistic, column) for column in columns}
         for statistic in (*STATISTICS, *LAYER_STATISTICS)
     ]
+    units = " or ".join(sorted(set(distance_units) - {""}))
+    for statistic in described:
+        if statistic["name"] == Distance.name and units:
+            statistic["unit"] = units
     return pd.DataFrame([*described, *_MEASURES_DESCRIBED], columns=list(columns))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,14 @@ class Texts:
             it, so they depend neither on the batch nor on padding.
         valid: input name -> True for tokens, False for padding, [batch, positions].
         classes: input name -> token class -> True for the tokens in it, [batch, positions].
+        seconds: input name -> how long one of its steps lasts, for inputs that are sound.
     """
 
     inputs: Mapping[str, Any]
     keys: tuple[int, ...]
     valid: Mapping[str, Tensor]
     classes: Mapping[str, Mapping[str, Tensor]]
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -86,6 +89,19 @@ class Texts:
         """Token class -> [batch, length], for an input of token ids."""
         classes = self.classes.get(stream or "", {})
         return {name: members for name, members in classes.items() if members.shape[1] == length}
+
+    def windows(self, sequences: Sequence[int]) -> Texts:
+        """The windows of these sequences, each a text of its own in the block of the whole.
+
+        Args:
+            sequences: which of the texts each window is cut from.
+        """
+        met: Counter[int] = Counter()
+        keys = []
+        for text in sequences:
+            keys.append(_window_key(self.keys[text], met[text]))
+            met[text] += 1
+        return Texts({}, tuple(keys), {}, {}, self.seconds)
 
     def sample(self, valid: Tensor, rows: int | None) -> tuple[Tensor, Tensor]:
         """Query rows on which heads are compared.
@@ -166,7 +182,8 @@ def read_batch(
         }
         for name, tokens in ids.items()
     }
-    hashed = ids or contents
+    media = {name: value for name, value in contents.items() if name in _MEDIA}
+    hashed = ids | media or contents
     keys = tuple(
         _key(text, hashed, valid, seed) for text in range(len(next(iter(hashed.values()))))
     )
@@ -174,6 +191,8 @@ def read_batch(
 
 
 _IDS = (torch.int64, torch.int32)
+_SOUND = ("input_features", "input_values")
+_MEDIA = ("pixel_values", *_SOUND)  # many of them may go with the same ids
 
 
 def mask_of(stream: str) -> str:
@@ -184,13 +203,9 @@ def mask_of(stream: str) -> str:
 
 def _mask(name: str, contents: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor | None:
     """True for the tokens of an input, or None if nothing tells them from padding."""
-    paddings = [f"{name}_key_padding_mask"]
-    if batch.get("key", batch[name]) is batch[name]:  # not the queries of cross-attention
-        paddings.append("key_padding_mask")
-    for padding in paddings:
-        mask = batch.get(padding)
-        if isinstance(mask, Tensor):
-            return ~mask if mask.dtype == torch.bool else mask == 0
+    told = _key_padding_mask(name, batch)
+    if told is not None or (name in _MEDIA and "input_ids" in contents):  # it is the texts' mask
+        return told
     mask_name = mask_of(name)
     mask, axes = batch.get(mask_name), list(contents[name].shape[:2])
     if isinstance(mask, list | tuple | np.ndarray | str):
@@ -207,14 +222,27 @@ def _mask(name: str, contents: Mapping[str, Tensor], batch: Mapping[str, Any]) -
         )
     ids = batch.get("input_ids")
     is_of_ids = isinstance(ids, Tensor) and ids.shape == mask.shape
-    # A model may shorten sound before it attends: the observer sees whether the lengths agree.
-    is_of_sound = name in ("input_features", "input_values") and not is_of_ids
-    if list(mask.shape) == axes or is_of_sound:
+    if name in _SOUND and not is_of_ids:
+        # A model shortens sound before it attends: the observer sees whether the lengths agree.
+        return None if bool(mask.all()) else mask.bool()
+    if list(mask.shape) == axes:
         return mask.bool()
     if name.endswith("input_ids"):
         raise ValueError(
             f"{mask_name} is {list(mask.shape)}, {name} is {axes}: expected the same axes"
         )
+    return None
+
+
+def _key_padding_mask(name: str, batch: Mapping[str, Any]) -> Tensor | None:
+    """The same, where it is told as torch's own layers like it: True is padding."""
+    paddings = [f"{name}_key_padding_mask"]
+    if batch.get("key", batch[name]) is batch[name]:  # not the queries of cross-attention
+        paddings.append("key_padding_mask")
+    for padding in paddings:
+        mask = batch.get(padding)
+        if isinstance(mask, Tensor):
+            return ~mask if mask.dtype == torch.bool else mask == 0
     return None
 
 
@@ -251,6 +279,12 @@ def _key(text: int, contents: Mapping[str, Tensor], valid: Mapping[str, Tensor],
         row = row.float() if row.is_floating_point() else row
         digest.update(name.encode() + row.detach().cpu().contiguous().numpy().tobytes())
     return int.from_bytes(digest.digest(), "little")
+
+
+def _window_key(key: int, number: int) -> int:
+    """The key of a text's window: rows of its own, the block of the whole text."""
+    digest = hashlib.blake2b(f"{key} {number}".encode(), digest_size=7)
+    return int.from_bytes(digest.digest(), "little") * BLOCKS + key % BLOCKS
 
 
 def _sample(key: int, positions: np.ndarray[Any, Any], rows: int | None) -> np.ndarray[Any, Any]:

@@ -54,13 +54,20 @@ def _piece(name: str) -> Markup:
 
 def _summary(summary: dict[str, Any]) -> dict[str, Any]:
     summary = {key: value for key, value in plain(summary).items() if key not in _OF_ONE_RUN}
-    model, texts = summary.get("model") or {}, summary.get("texts") or {}
+    model = summary.get("model") or {}
+    inputs = [summary.get(kind) or {} for kind in ("images", "sounds", "texts")]
     measured = {"seed": summary.get("seed"), **(summary.get("settings") or {})}
     return {
         "verdict": summary.get("verdict") or "",
         "model": model,
         "model_facts": _facts(model),
-        "texts": _facts({k: v for k, v in texts.items() if not isinstance(v, str) or "hash" in k}),
+        "texts": [
+            fact
+            for one in inputs
+            for fact in _facts(
+                {k: v for k, v in one.items() if not isinstance(v, str) or "hash" in k}
+            )
+        ],
         "settings": _facts({k: v for k, v in measured.items() if v is not None}),
         "versions": _facts(summary.get("versions") or {}),
         "capture": _listing(summary.get("layers") or []),

@@ -6,6 +6,7 @@ from headprobe.statistics.places import (
     Current,
     Distance,
     DistanceRatio,
+    DistanceUnnormalized,
     First,
     Missing,
     Next,
@@ -45,6 +46,7 @@ STATISTICS: tuple[type[Statistic], ...] = (
     Sink,
     OutputNorm,
     Missing,
+    DistanceUnnormalized,
 )
 """The statistics per head, in the order of the columns of heads.csv, new ones at its end."""
 
@@ -56,6 +58,7 @@ __all__ = [
     "LAYER_STATISTICS",
     "MEASURES",
     "STATISTICS",
+    "Distance",
     "OutputNorm",
     "PairSums",
     "Rows",

@@ -15,6 +15,10 @@ BLOCKS = 64
 """Number of resampling blocks that the sums of a profile are kept apart by."""
 
 
+_LEAST_PLACE_MASS = 0.05
+"""A row with less than this on places of the input has no distance: it is all on [CLS]."""
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Some query rows of one attention call on a batch of texts, with what is known of the texts.
@@ -27,6 +31,9 @@ class Rows:
         visible: True where the row may see the key, broadcasts to the shape of `weights`.
         self_attention: whether queries and keys are positions of the same sequence, so that
             there is a distance between them.
+        has_distance: whether it is known how far apart these positions are.
+        coordinates: where the positions lie, [1 or batch, keys, axes], NaN for those that lie
+            nowhere ([CLS]); None: position i lies at i.
         sink: whether part of a row's attention may go to no key, its weights then summing to less
             than 1.
         classes: token class -> True for the keys in it, [batch, keys].
@@ -40,6 +47,8 @@ class Rows:
     key_valid: Tensor
     visible: Tensor
     self_attention: bool = True
+    has_distance: bool = True
+    coordinates: Tensor | None = None
     sink: bool = False
     classes: Mapping[str, Tensor] = field(default_factory=dict)
     z: Tensor | None = None
@@ -86,21 +95,67 @@ class Rows:
         return (self.seen_count.clamp_min(2) + self.sink).log()
 
     @cached_property
-    def distances(self) -> Tensor:
-        """|i - j| in positions, [rows, keys]."""
-        keys = torch.arange(self.weights.shape[-1], device=self.weights.device)
-        return (self.positions[:, None] - keys).abs().to(self.weights.dtype)
+    def is_place(self) -> Tensor:
+        """True for keys that lie somewhere, [1 or batch, keys]."""
+        if self.coordinates is None:
+            return torch.ones_like(self.key_valid[:1])
+        return self.coordinates.isfinite().all(dim=-1)
 
     @cached_property
-    def distance(self) -> Tensor:
-        """Mean of |i - j| under the weights, [batch, heads, rows]."""
+    def is_line(self) -> bool:
+        """Whether the positions follow one another along a line, so that each has neighbours."""
+        if self.coordinates is None or not self.has_distance:
+            return self.has_distance
+        return self.coordinates.shape[-1] == 1 and bool((self.coordinates.diff(dim=1) > 0).all())
+
+    @cached_property
+    def distances(self) -> Tensor:
+        """From row to key, [rows, keys] or [1 or batch, 1, rows, keys]; 0 where one lies nowhere.
+
+        |i - j| in positions, or the Euclidean distance of their coordinates.
+        """
+        if self.coordinates is None:
+            keys = torch.arange(self.weights.shape[-1], device=self.weights.device)
+            return (self.positions[:, None] - keys).abs().to(self.weights.dtype)
+        rows = self.coordinates[:, self.positions]
+        apart = (rows[:, :, None] - self.coordinates[:, None]).square().sum(dim=-1).sqrt()
+        return apart.nan_to_num(nan=0.0).to(self.weights.dtype)[:, None]
+
+    @cached_property
+    def distance_total(self) -> Tensor:
+        """Sum of weight times distance over the keys, [batch, heads, rows]."""
         return (self.weights * self.distances).sum(dim=-1)
 
     @cached_property
+    def place_mass(self) -> Tensor:
+        """Mass on keys that lie somewhere, [batch, heads, rows]."""
+        return (self.weights * self.is_place[:, None, None]).sum(dim=-1)
+
+    @cached_property
+    def distance(self) -> Tensor:
+        """Mean distance under the weights on places, [batch, heads, rows]."""
+        if self.coordinates is None:
+            return self.distance_total
+        return self.distance_total / self.place_mass.clamp_min(_LEAST_PLACE_MASS)
+
+    @cached_property
+    def from_place(self) -> Tensor:
+        """True for valid rows that lie somewhere, [batch, 1, rows]."""
+        return self.valid & self.is_place[:, None, self.positions]
+
+    @cached_property
+    def has_distances(self) -> Tensor:
+        """True for valid rows with a distance, [batch, 1 or heads, rows]."""
+        if self.coordinates is None:
+            return self.valid
+        return self.from_place & (self.place_mass >= _LEAST_PLACE_MASS)
+
+    @cached_property
     def uniform_distance(self) -> Tensor:
-        """Mean of |i - j| over the keys that the row may see, [batch, heads or 1, rows]."""
-        total = (self.seen * self.distances).sum(dim=-1)
-        return total / self.seen_count.clamp_min(1)
+        """Mean distance of the places that a row may see; 0 if fewer than 2, [batch, .., rows]."""
+        seen = self.seen & self.is_place[:, None, None]
+        count = seen.sum(dim=-1)
+        return (seen * self.distances).sum(dim=-1) / count.clamp_min(1) * (count >= 2)
 
     @cached_property
     def masses(self) -> Mapping[str, Tensor]:

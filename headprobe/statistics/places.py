@@ -12,6 +12,10 @@ SINK_THRESHOLD = 0.3
 SINK_MIN_TOKENS = 16
 
 
+def _is_measured(rows: Rows) -> bool:
+    return rows.self_attention and rows.has_distance
+
+
 @final
 class Distance(Statistic):
     """Mean over rows of sum_j A_ij |i - j|."""
@@ -20,12 +24,40 @@ class Distance(Statistic):
     title = "Mean attention distance"
     unit = "tokens"
     low, high = 0.0, None
-    definition = "Mean over query rows of Σ_j A_ij |i − j|. Empty for cross-attention."
+    definition = (
+        "Mean over query rows of Σ_j A_ij |i − j|. Of pictures and sound, |i − j| is the distance "
+        "between the centres of patches (Euclidean, in pixels) or of frames; A_i is renormalised "
+        "over the keys that lie somewhere, without [CLS] and registers, and their rows and rows "
+        "with less than 5 % on such keys are skipped. Empty for cross-attention, and where it is "
+        "not known where the positions lie (`no_distance` in summary.json)."
+    )
     source = "Vig & Belinkov 2019; Dosovitskiy et al. 2021, appendix D.7 (pixels)"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
-        return (rows.distance, rows.valid) if rows.self_attention else None
+        return (rows.distance, rows.has_distances) if _is_measured(rows) else None
+
+
+@final
+class DistanceUnnormalized(Statistic):
+    """Distance in pixels without renormalising over the patches."""
+
+    name = "distance_unnormalized"
+    title = "Mean attention distance, not renormalised"
+    unit = "pixels"
+    low, high = 0.0, None
+    definition = (
+        "Mean over the patches of Σ_j A_ij d_ij over the other patches, d in pixels; what goes to "
+        "[CLS] and registers counts as distance 0. For comparison with published figures; it falls "
+        "when a head attends to [CLS]. Empty where positions are no patches of a picture."
+    )
+    source = "Dosovitskiy et al. 2021, appendix D.7, as in the code of keras-io"
+
+    @staticmethod
+    def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
+        if not _is_measured(rows) or rows.coordinates is None or rows.coordinates.shape[-1] < 2:
+            return None
+        return rows.distance_total, rows.from_place
 
 
 @final
@@ -38,15 +70,15 @@ class DistanceRatio(Statistic):
     low, high = 0.0, None
     definition = (
         "Sum of the rows' mean distances over the same sum for a head that attends uniformly to "
-        "what the row may see; rows that see one key are skipped. Empty for cross-attention."
+        "what the row may see; rows that see one key are skipped. Empty where distance is."
     )
     source = "headprobe; makes causal and bidirectional heads, short and long texts comparable"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
-        if not rows.self_attention:
+        if not _is_measured(rows):
             return None
-        return rows.distance, rows.uniform_distance * rows.has_choice
+        return rows.distance, rows.uniform_distance * (rows.has_choice & rows.has_distances)
 
 
 @final
@@ -58,13 +90,14 @@ class Previous(Statistic):
     unit = "fraction of attention"
     low, high = 0.0, 1.0
     definition = (
-        "Mean of A_i,i−1 over the rows that have a token before. Empty for cross-attention."
+        "Mean of A_i,i−1 over the rows that have a token before. Empty for cross-attention and "
+        "patches."
     )
     source = "Clark et al. 2019, section 3.1 (there over all rows); Olsson et al. 2022"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
-        return rows.offset(-1) if rows.self_attention else None
+        return rows.offset(-1) if rows.self_attention and rows.is_line else None
 
 
 @final
@@ -93,13 +126,13 @@ class Next(Statistic):
     low, high = 0.0, 1.0
     definition = (
         "Mean of A_i,i+1 over the rows that have a token after (0 in a causal head, which may not "
-        "see it). Empty for cross-attention."
+        "see it). Empty for cross-attention and patches."
     )
     source = "Clark et al. 2019, section 3.1 (there over all rows)"
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor] | None:  # noqa: D102
-        return rows.offset(1) if rows.self_attention else None
+        return rows.offset(1) if rows.self_attention and rows.is_line else None
 
 
 @final
@@ -127,8 +160,9 @@ class Special(Statistic):
     unit = "fraction of attention"
     low, high = 0.0, 1.0
     definition = (
-        "Mean over query rows of the weight on all of the tokenizer's special tokens; empty if "
-        "none occurs."
+        "Mean over query rows of the weight on all of the tokenizer's special tokens; for pictures "
+        "and sound on the positions that lie nowhere in them ([CLS], registers). Empty if none "
+        "occurs."
     )
     source = "Clark et al. 2019, section 3.2"
 
