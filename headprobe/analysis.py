@@ -172,8 +172,8 @@ def _described(
             "class": source.class_name,
             "revision": source.revision,
             "weights_sha256": source.weights_sha256,
-            "adapter_sha256": source.adapter_sha256,
             "fingerprint": measured.settings["model"],
+            **source.made_of,
         },
         **_inputs(texts, measured),
         "settings": {
@@ -181,7 +181,7 @@ def _described(
             "similarity": settings.similarity,
             **_sampled(measured),
             "dtype": str(source.dtype).removeprefix("torch."),
-            "device": str(next((p.device for p in source.model.parameters()), "none")),
+            "device": ", ".join(source.places),
             "attention": getattr(getattr(source.model, "config", None), "_attn_implementation", ""),
             "switched": measured.switched,
         },

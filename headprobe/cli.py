@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from headprobe.inputs import Source, TextBatches
     from headprobe.report import Tables
 
+_PARTS = ("gguf", "tokenizer", "base")
+"""Options that name what a model is put together from, besides MODEL."""
+
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -44,14 +47,12 @@ def _which_model(command: Command) -> Command:
             metavar="FILE:FUNCTION",
             help="A Python file whose function returns (model, batches); no MODEL then.",
         ),
+        click.option("--gguf", metavar="FILE", help="A GGUF file in MODEL, a folder or hub name."),
         click.option(
-            "--gguf", metavar="FILE", help="A GGUF file in MODEL, to take instead of other weights."
+            "--tokenizer", metavar="NAME", help="A folder or hub name to take the tokenizer from."
         ),
         click.option(
-            "--base", metavar="NAME", help="Folder or hub name of the model below an adapter."
-        ),
-        click.option(
-            "--tokenizer", metavar="NAME", help="Folder or hub name to take the tokenizer from."
+            "--base", metavar="NAME", help="The base of MODEL, an adapter, if not the one it names."
         ),
         click.option("--text", metavar="FILE", help="Texts, one a line; - is standard input."),
         click.option(
@@ -67,7 +68,14 @@ def _which_model(command: Command) -> Command:
             help="A WAV file or a folder of them, for a model that hears; repeatable.",
         ),
         click.option(
-            "--device", default="cpu", help="Where the model runs: cpu, cuda, cuda:1, mps, auto."
+            "--device",
+            default="cpu",
+            help="Where the model runs: cpu, cuda, cuda:1, mps; auto is a GPU if there is one.",
+        ),
+        click.option(
+            "--device-map",
+            type=click.Choice(["auto", "balanced", "sequential"]),
+            help="Spread the model over devices, and over the disk where they are too small.",
         ),
         click.option(
             "--dtype",
@@ -113,7 +121,8 @@ def _which_model(command: Command) -> Command:
 def analyze(**options: Any) -> None:  # noqa: ANN401
     """Measure every attention head of MODEL and write a report.
 
-    MODEL is a name on the hub, a folder or a GGUF file; without it, the embedded default is used.
+    MODEL is a name on the hub, a folder (also of an adapter) or a GGUF file; without it, the
+    embedded default model is used.
 
     \b
     headprobe analyze
@@ -151,6 +160,7 @@ def _inputs(options: dict[str, Any], *, small: bool = False) -> tuple[Source, Te
     """The model and the batches that a command names; one batch of short texts if `small`."""
     from headprobe.inputs import (
         Choice,
+        Parts,
         batch_inputs,
         build_module,
         load_model,
@@ -160,10 +170,13 @@ def _inputs(options: dict[str, Any], *, small: bool = False) -> tuple[Source, Te
     )
 
     if options["module"]:
-        named = any(options[name] for name in ("model", "text", "images", "audio"))
-        if named or options["device"] != "cpu":
+        media = ("text", "images", "audio")
+        others = [options[name] for name in ("model", "device_map", *media, *_PARTS)]
+        if any(others) or options["device"] != "cpu":
             raise click.UsageError("--module makes model and batches itself: leave the others out.")
         return build_module(options["module"])
+    if options["device_map"] and options["device"] != "cpu":
+        raise click.UsageError("--device-map says where the model runs: leave --device out.")
     text, paragraphs = options["text"], options.get("paragraphs", False)
     choice = Choice(  # read first: a path that is wrong is told before a large model is loaded
         texts=None if text is None else read_texts(text, paragraphs=paragraphs),
@@ -172,8 +185,9 @@ def _inputs(options: dict[str, Any], *, small: bool = False) -> tuple[Source, Te
         most=options.get("max_texts"),
         small=small,
     )
-    names = ("device", "dtype", "trust_remote_code", "gguf", "tokenizer", "base")
-    source = load_model(options["model"], **{name: options[name] for name in names})
+    names = ("device", "device_map", "dtype", "trust_remote_code")
+    parts = Parts(options["model"], **{name: options[name] for name in _PARTS})
+    source = load_model(parts, **{name: options[name] for name in names})
     if small:
         return source, batch_inputs(source, choice)
     sizes = {name: options[name] for name in ("max_tokens", "batch_size")}

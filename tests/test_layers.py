@@ -16,7 +16,7 @@ TABLES = {"numpy", "pandas", "scipy", "sklearn"}
 PAGES = {"jinja2", "markupsafe", "numpy", "pandas"}
 SOURCES = {"huggingface_hub", "peft", "torch", "transformers"}
 TENSORS = {"torch"}
-MEASURING = TENSORS | TABLES | {"safetensors"}
+MEASURING = TENSORS | TABLES | {"accelerate", "safetensors"}
 BASE = {"attention", "capture", "statistics"}
 ACTING = MEASURING | BASE | {"profile", "impact", "diagnosis"}
 
@@ -44,8 +44,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "__init__": set(),
     "__main__": {"cli"},
 }
-ONLY_IN = {"transformers": {"inputs", "integrations"}, "cli": {"__main__"}}
-LAZY = {"torch", "transformers", "seaborn"}
+ONLY_IN = {"transformers": {"inputs", "integrations"}, "peft": {"inputs"}, "cli": {"__main__"}}
+LAZY = {"torch", "transformers", "seaborn", "peft"}
 
 # As in `config.model_type`; the short ones only count as a word, since "prompt" has an mpt in it.
 FAMILIES = (

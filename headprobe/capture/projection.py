@@ -62,6 +62,11 @@ def _per_row(side: Tensor, heads: int) -> Tensor:
     return side.expand(-1, heads, -1, -1).flatten(1, 2)[:, :, None]
 
 
+_WRAPPED = "base_layer"
+"""What peft calls the module that an adapter's wrapper runs. What the wrapper adds before or after
+it need not be a linear map, so that the module alone may look like all of W_O."""
+
+
 def output_projection(
     call: AttentionCall, consumers: Consumers
 ) -> tuple[OutputProjection | None, str]:
@@ -74,6 +79,8 @@ def output_projection(
     Returns:
         W_O or None, and why it is None.
     """
+    if any(site.split(".")[-1] == _WRAPPED for site, *_ in consumers.maps):
+        return None, "its linear map carries an adapter: merge that first (merge_and_unload)"
     if consumers.obstacles:
         return None, f"{consumers.obstacles[0]!r} lies between the attention and the linear map"
     if not consumers.maps:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headprobe.errors import HeadprobeError
-from headprobe.inputs.models import Source, word_embeddings
+from headprobe.inputs.limits import word_embeddings
+from headprobe.inputs.models import Source
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -156,7 +157,7 @@ def _batch(rows: list[dict[str, list[int]]], source: Source) -> dict[str, Tensor
     import torch
 
     length = max(len(row["input_ids"]) for row in rows)
-    device = next(source.model.parameters()).device
+    device = source.device
 
     def padded(lists: Iterable[list[int]], fill: int) -> Tensor:
         full = [values + [fill] * (length - len(values)) for values in lists]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from headprobe.errors import HeadprobeError
+
+TOKENIZER = "the tokenizer"
 
 
 @contextmanager
@@ -52,12 +55,32 @@ def explained(error: Exception, name: str, part: str) -> HeadprobeError:
             f"{part} of {name!r} are not plain tensors (damaged, or code that headprobe does not "
             "run): fetch the file again, or save it as safetensors."
         )
+    elif name.lower().endswith(".gguf"):
+        text = (
+            f"GGUF file {name!r} can't be loaded ({first_sentence(error)}): it is damaged or cut "
+            "off, or of a kind that transformers doesn't read."
+        )
     else:
         text = (
-            f"{part} of {name!r} can't be loaded ({_first_sentence(error)}): "
-            "check that all files are there, whole, and belong together."
+            f"{part} of {name!r} can't be loaded ({first_sentence(error)}): "
+            "check that all files are there, whole, and belong together"
+            f"{', or name another by --tokenizer' if part == TOKENIZER else ''}."
         )
     return HeadprobeError(text)
+
+
+def needs_extra(packages: list[str], extra: str, purpose: str) -> None:
+    """Refuse what an optional part of the installation is missing for.
+
+    Raises:
+        HeadprobeError: if one of the packages is not installed.
+    """
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise HeadprobeError(
+            f"{purpose} needs {' and '.join(missing)}, not installed here: "
+            f'run pip install "headprobe[{extra}]".'
+        )
 
 
 def needs_code(address: str) -> HeadprobeError:
@@ -79,6 +102,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _first_sentence(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
+    """What an error says, cut to what fits into a sentence."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    if lines[0].endswith(":"):  # a heading
+        lines[0] = " ".join(line.strip() for line in lines[:2])
     return re.split(r"\. ", lines[0])[0].rstrip(".")[:200]

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-import io
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headprobe.errors import HeadprobeError
-from headprobe.inputs.adapters import find_adapter, merged
-from headprobe.inputs.failures import explaining, needs_code
-from headprobe.inputs.places import Place, folder_name, locate
+from headprobe.inputs.adapters import base_of, described, is_adapter, merged
+from headprobe.inputs.devices import find_device
+from headprobe.inputs.failures import TOKENIZER, explaining, needs_code, needs_extra
+from headprobe.inputs.limits import max_positions
+from headprobe.inputs.places import ADAPTER, CONFIG, Place, locate
 from headprobe.inputs.processors import TEXT, load_processor, reads
 from headprobe.inputs.quiet import quiet
+from headprobe.inputs.weights import load_weights
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-_NO_LIMIT = 10**6  # tokenizers without a limit carry a huge number instead
 _SMALL_VOCABULARY = 256  # T5's made-up one has 104 entries; files may have other names than these
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model is put together from.
+
+    Attributes:
+        model: a folder with config.json, a GGUF file, or a name on the Hugging Face hub; None is
+            the embedded default.
+        gguf: a GGUF file in that folder, or at that hub name.
+        tokenizer: a folder or hub name that the tokenizer is taken from instead.
+        base: where `model` is an adapter, the folder or hub name of its base model, instead of the
+            one that the adapter names.
+    """
+
+    model: str | None = None
+    gguf: str | None = None
+    tokenizer: str | None = None
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,7 @@ class Source:
         dtype: of the model's weights; None if it has none.
         max_positions: the most tokens that the model can read, special ones included; None if it
             has no such limit.
-        adapter_sha256: SHA-256 of the weights of the adapter that was merged into the model.
+        made_of: for a merged adapter: what `adapter` and `base` were; otherwise empty.
         reads: which of text, images and sound can be given to the model by themselves.
         processors: "images" or "sound" -> loads what prepares them for the model.
     """
@@ -56,9 +74,27 @@ class Source:
     weights_sha256: str | None
     dtype: torch.dtype | None
     max_positions: int | None
-    adapter_sha256: str | None = None
+    made_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reads: frozenset[str] = frozenset((TEXT,))
     processors: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs belong.
+
+        A model that is spread over devices moves its inputs itself, and the weights that it keeps
+        elsewhere until they are needed look as if they were on the device "meta".
+        """
+        import torch
+
+        devices = (weight.device for weight in self.model.parameters() if not weight.is_meta)
+        return next(devices, torch.device("cpu"))
+
+    @property
+    def places(self) -> list[str]:
+        """Where the model's weights are kept, in words: devices, and "disk"."""
+        spread = getattr(self.model, "hf_device_map", None) or {"": self.device}
+        return sorted({f"cuda:{at}" if isinstance(at, int) else str(at) for at in spread.values()})
 
     @property
     def reader(self) -> PreTrainedTokenizerBase:
@@ -86,88 +122,83 @@ class Source:
 
 
 def load_model(
-    model: str | None = None,
+    model: str | Parts | None = None,
     *,
     device: str = "cpu",
+    device_map: str | dict[str, Any] | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
-    gguf: str | None = None,
-    tokenizer: str | None = None,
-    base: str | None = None,
 ) -> Source:
     """Load a model and its tokenizer; nothing pickled is executed.
 
     Args:
-        model: a folder with config.json, a GGUF file, a folder with a PEFT adapter (merged into
-            its base), or a name on the Hugging Face hub; None is the embedded default of the extra
-            `demo`.
-        device: a torch device such as "cpu", "cuda" or "cuda:1"; "auto" is the first of cuda, mps
-            and cpu that is there.
+        model: a folder with config.json, a GGUF file, or a name on the Hugging Face hub, or
+            several parts; None is the embedded default of the extra `demo`.
+        device: a torch device such as "cpu", "cuda" or "cuda:1"; "auto" is the fastest here.
+        device_map: instead of `device`: "auto" spreads the model over all devices, and over the
+            disk where they are too small; other maps are accelerate's.
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
         trust_remote_code: run Python code that comes with the model. Never without asking for it.
-        gguf: a GGUF file in the folder or on the hub, to take instead of other weights.
-        tokenizer: folder or hub name to take the tokenizer from, instead of the model's.
-        base: folder or hub name of the model below an adapter; None is what the adapter names.
 
     Raises:
         HeadprobeError: if the model can't be found, reached or read, lacks a tokenizer or weights
             that its attention needs, needs code of its own, or the device is not there.
-        ValueError: if `dtype` is none of the above.
+        ValueError: if `dtype` is none of the above, or device and device_map are both given.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}.")
-    target = _device(device)
+    if device_map is not None and device != "cpu":
+        raise ValueError(f"device {device!r} and a device map are given: expected one of them.")
+    target = find_device(device)
+    parts = model if isinstance(model, Parts) else Parts(model)
     with quiet():
-        adapter = find_adapter(model, base)
-        place = locate(adapter.base if adapter else model, trusted=trust_remote_code, gguf=gguf)
-        config = _load_config(place)
-        loaded = _load_weights(place, config, dtype, adapter.base_class if adapter else None)
-        if adapter:
-            loaded = merged(loaded, adapter)
-        loaded = loaded.eval().to(target)
-        kinds = reads(loaded)
-        if tokenizer:
-            reader: PreTrainedTokenizerBase | None = _load_tokenizer(
-                locate(tokenizer, trusted=trust_remote_code, any_folder=True)
+        place = locate(
+            parts.model, trusted=trust_remote_code, gguf=parts.gguf, needs=(CONFIG, ADAPTER)
+        )
+        base = _base(place, parts)
+        if device_map is not None and place is not base:
+            raise HeadprobeError(
+                f"{place.label!r} is an adapter, which is merged on one device: leave the device "
+                "map out, or merge it first and save the model."
             )
-        else:
-            reader = _load_tokenizer(place) if TEXT in kinds else _tokenizer_if_any(place)
+        config = _load_config(base)
+        loaded = load_weights(base, config, dtype, device_map).eval()
+        if place is not base:
+            loaded = merged(loaded, place)
+        if device_map is None:
+            loaded = loaded.to(target)
+        kinds = reads(loaded)
+        tokenizer = _load_tokenizer(
+            _tokenizer_place(parts, place, base), config, needed=TEXT in kinds or parts.tokenizer
+        )
+    own = place is base
     return Source(
         model=loaded,
-        tokenizer=reader,
-        name=folder_name(adapter.folder.resolve().name) if adapter else place.name,
-        adapter_sha256=adapter.sha256 if adapter else None,
+        tokenizer=tokenizer,
+        name=place.name,
         class_name=type(loaded).__name__,
-        revision=place.revision,
-        weights_sha256=place.weights_sha256,
+        # Merged weights are in no file.
+        revision=place.revision if own else None,
+        weights_sha256=place.weights_sha256 if own else None,
         dtype=loaded.dtype,
-        max_positions=None if reader is None else _max_positions(loaded, reader),
+        max_positions=None if tokenizer is None else max_positions(loaded, tokenizer),
+        made_of={} if own else described(place, base),
         reads=kinds,
-        processors={kind: partial(load_processor, place, kind) for kind in kinds - {TEXT}},
+        processors={kind: partial(load_processor, base, kind) for kind in kinds - {TEXT}},
     )
 
 
-def _device(name: str) -> torch.device:
-    import torch
-
-    if name == "auto":
-        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        name = next((kind for kind, is_there in there.items() if is_there), "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        known = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        if torch.backends.mps.is_available():
-            known.append("mps")
+def _base(place: Place, parts: Parts) -> Place:
+    """Where the model's own weights lie: for an adapter, its base."""
+    if place.gguf:
+        needs_extra(["gguf", "accelerate"], "gguf", "reading a GGUF file")
+    if is_adapter(place):
+        return base_of(place, parts.base)
+    if parts.base is not None:
         raise HeadprobeError(
-            f"device {name!r} is unknown or not available: this machine has {', '.join(known)}."
-        ) from error
-    if device.type == "meta":
-        raise HeadprobeError("device 'meta' computes nothing: use 'cpu' or 'cuda'.")
-    return device
+            f"{place.label!r} has no adapter_config.json: --base {parts.base!r} is for an adapter."
+        )
+    return place
 
 
 # --- loading ---
@@ -176,158 +207,55 @@ def _device(name: str) -> torch.device:
 def _load_config(place: Place) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
-    with explaining(place.address, "the configuration"):
+    with explaining(place.label, "the configuration"):
         raw, _ = PretrainedConfig.get_config_dict(place.address, **place.options)
     kind = raw.get("model_type") if isinstance(raw, dict) else None
     own_code = isinstance(raw, dict) and "AutoConfig" in raw.get("auto_map", {})
     if kind not in CONFIG_MAPPING and not own_code:
         raise HeadprobeError(
-            f"model type {kind!r} in the config.json of {place.address!r} is not known to "
+            f"model type {kind!r} in the config.json of {place.label!r} is not known to "
             f"transformers {__version__}: correct it, or update transformers."
         )
     if kind not in CONFIG_MAPPING and not place.trusted:
         raise needs_code(place.address)
-    with explaining(place.address, "the configuration"):
+    with explaining(place.label, "the configuration"):
         return AutoConfig.from_pretrained(place.address, **place.options)
 
 
-def _load_tokenizer(place: Place) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    with explaining(place.address, "the tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(place.address, **place.options)
-    # Without files transformers makes up a tokenizer, whose vocabulary is special tokens only.
-    names = set((tokenizer.vocab_files_names or {}).values())
-    is_small = len(tokenizer) < _SMALL_VOCABULARY
-    if place.gguf is None and names and is_small and not any(place.file(name) for name in names):
-        raise HeadprobeError(
-            f"{place.address!r} has no tokenizer: expected one of {', '.join(sorted(names))} "
-            "beside config.json; copy the files from where the model comes from."
-        )
-    return tokenizer
+def _tokenizer_place(parts: Parts, place: Place, base: Place) -> Place:
+    if parts.tokenizer is not None:
+        return locate(parts.tokenizer, trusted=place.trusted, needs=())
+    return place if place is base or place.fetch("tokenizer_config.json") else base
 
 
-def _tokenizer_if_any(place: Place) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model that can do without: for what a decoder of speech says."""
+def _load_tokenizer(
+    place: Place, config: PretrainedConfig, *, needed: object
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer; if it is not needed, for what a decoder of speech says, None without one."""
     try:
-        return _load_tokenizer(place)
+        return _read_tokenizer(place, config)
     except HeadprobeError:
+        if needed:
+            raise
         return None
 
 
-def _load_weights(
-    place: Place, config: PretrainedConfig, dtype: str, class_name: str | None = None
-) -> PreTrainedModel:
-    import transformers
+def _read_tokenizer(place: Place, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
 
-    kind = getattr(transformers, class_name) if class_name else _model_class(place, config)
-    with explaining(place.address, "the weights"), _no_bar_in_files(place):
-        model, loading = kind.from_pretrained(
-            place.address,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            # Its error would name no weight; the one below does.
-            ignore_mismatched_sizes=True,
-            **place.options,
+    # Where a tokenizer lies alone, the model's configuration says of which kind it is.
+    alone = place.fetch("config.json") is None
+    with explaining(place.label, TOKENIZER):
+        tokenizer = AutoTokenizer.from_pretrained(
+            place.address, config=config if alone else None, **place.options
         )
-    for key, stored, expected in sorted(loading["mismatched_keys"]):
+    # Without files transformers makes up a tokenizer, whose vocabulary is special tokens only.
+    names = set((tokenizer.vocab_files_names or {}).values())
+    is_small = len(tokenizer) < _SMALL_VOCABULARY
+    if not place.gguf and names and is_small and not any(place.file(name) for name in names):
         raise HeadprobeError(
-            f"weight {key} of {place.address!r} has shape {list(stored)}, its config.json asks for "
-            f"{list(expected)}: the two files don't belong together."
+            f"{place.label!r} has no tokenizer: expected one of {', '.join(sorted(names))} "
+            "beside config.json; copy the files from where the model comes from, or name a place "
+            "that has them with --tokenizer."
         )
-    missing = sorted(set(loading["missing_keys"]) & _attention_weights(model))
-    if missing:
-        raise HeadprobeError(
-            f"{place.address!r} lacks {len(missing)} weights of {type(model).__name__} "
-            f"({', '.join(missing[:3])}{', ...' if missing[3:] else ''}), so its attention would "
-            "be random: do the weights belong to this config.json?"
-        )
-    return model
-
-
-@contextmanager
-def _no_bar_in_files(place: Place) -> Iterator[None]:
-    """GGUF files are read behind a bar that no setting of transformers turns off."""
-    if place.gguf is None or sys.stderr.isatty():
-        yield
-        return
-    with redirect_stderr(io.StringIO()):
-        yield
-
-
-def _model_class(place: Place, config: PretrainedConfig) -> type[PreTrainedModel]:
-    import transformers
-
-    own = {
-        path.split(".")[-1]: auto
-        for auto, path in (getattr(config, "auto_map", None) or {}).items()
-        if auto.startswith("AutoModel")
-    }
-    # With code of its own, a class is loaded through the Auto class that it is registered for.
-    trusted = own if place.trusted else {}
-    names = [trusted.get(name, name) for name in config.architectures or []]
-    known = [name for name in names if hasattr(transformers, name)]
-    if own and not known and not place.trusted:
-        raise needs_code(place.address)
-    fallback = "AutoModelForCausalLM" if place.gguf else "AutoModel"
-    chosen = [*known, *trusted.values(), fallback][0]
-    model_class: type[PreTrainedModel] = getattr(transformers, chosen)
-    return model_class
-
-
-def _attention_weights(model: PreTrainedModel) -> set[str]:
-    """The parameters that attention depends on: those of the base model without its pooler."""
-    base, output = model.base_model, model.get_output_embeddings()
-    inner = {id(weight) for weight in base.parameters()}
-    if base is model and output is not None:
-        # Without a separate base model the head lies in it; tied to the input, it stays.
-        inner -= {id(weight) for weight in output.parameters()}
-        inner |= {id(weight) for weight in model.get_input_embeddings().parameters()}
-    return {
-        name
-        for name, weight in model.named_parameters(remove_duplicate=False)
-        if id(weight) in inner and "pooler" not in name
-    }
-
-
-# --- its limits ---
-
-
-def _max_positions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    config = model.config.get_text_config()
-    names = ["max_position_embeddings"]
-    if not hasattr(config, "relative_attention_num_buckets"):
-        # Relative positions have no end; old configurations name one nonetheless.
-        names += ["n_positions", "max_seq_len", "n_ctx"]
-    declared = [getattr(config, name, None) for name in names]
-    table = next((n for n in declared if isinstance(n, int) and n > 0), None)
-    limits = [tokenizer.model_max_length] if tokenizer.model_max_length < _NO_LIMIT else []
-    if table:
-        limits.append(table - _first_position(model, table))
-    return min(limits, default=None)
-
-
-def word_embeddings(model: PreTrainedModel) -> nn.Module | None:
-    """The table of a model's words; None if it has none."""
-    from torch import nn
-
-    try:
-        words: nn.Module = model.get_input_embeddings()
-        return words
-    except NotImplementedError:  # a model of several towers: transformers doesn't say whose
-        size = getattr(model.config.get_text_config(), "vocab_size", None)
-        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
-        return next((table for table in tables if table.num_embeddings == size), None)
-
-
-def _first_position(model: PreTrainedModel, table: int) -> int:
-    """Positions may start after the padding row of their table, which is shorter by that."""
-    from torch import nn
-
-    words = word_embeddings(model)
-    for module in model.modules():
-        is_positions = isinstance(module, nn.Embedding) and module is not words
-        if is_positions and module.num_embeddings == table and module.padding_idx is not None:
-            return int(module.padding_idx) + 1
-    return 0
+    return tokenizer

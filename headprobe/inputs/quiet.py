@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 
 
 @contextmanager
@@ -35,6 +36,13 @@ def quiet() -> Iterator[None]:
             os.environ.pop(variable)
             if before is not None:
                 os.environ[variable] = before
+
+
+@contextmanager
+def silent(wanted: bool) -> Iterator[None]:
+    """Nothing on standard error, if wanted: for a bar that can't be switched off."""
+    with redirect_stderr(io.StringIO()) if wanted else nullcontext():
+        yield
 
 
 def _show_bars(*, loading: bool, downloads: bool) -> None:

@@ -4,8 +4,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from headprobe.profile.fingerprint import fingerprint
 from headprobe.profile.given import from_attentions
-from headprobe.profile.run import Sampling, fingerprint, profile
+from headprobe.profile.run import Sampling, profile
 from headprobe.profile.sums import Layer, Profile
 from headprobe.profile.tables import HEAD_KEY, glossary
 

@@ -95,7 +95,8 @@ def _panel(
             key = (first.address, second.address)
             if key not in chosen:
                 continue
-            (a, real_a), (b, real_b) = rows[first.address], rows[second.address]
+            a, real_a = rows[first.address]
+            b, real_b = (side.to(a.device) for side in rows[second.address])
             both = real_a & real_b
             if first is not second and across is not None:
                 both = both & (torch.arange(both.shape[1], device=both.device) + start < across)

@@ -39,7 +39,7 @@ class Located:
 
     def classes(self, call: AttentionCall) -> Mapping[str, Tensor]:
         """Token class -> True for the keys in it, [batch, keys]; what is no place is special."""
-        classes = dict(self.texts.classes_of(call.streams[1], call.keys))
+        classes = dict(self.texts.classes_of(call.streams[1], call.keys, call.device))
         if self.coordinates is not None:
             nowhere = self.coordinates.isnan().any(dim=-1).expand(call.batch, -1)
             if bool(nowhere.any()):

@@ -128,7 +128,7 @@ class Observer:
             per_head = call.output_projection.per_head(call.heads)
             if per_head.dtype != torch.float64:
                 per_head = per_head.float()
-            gram = per_head @ per_head.transpose(1, 2)
+            gram = (per_head @ per_head.transpose(1, 2)).to(call.device)
         classes = located.classes(call)
         sums: dict[str, Statistic] = {}
         later = 0

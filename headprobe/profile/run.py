@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headprobe.capture import Capture, distinct, seen_kernels
+from headprobe.profile.fingerprint import fingerprint
 from headprobe.profile.observer import Observer
 from headprobe.profile.padding import Padding
 from headprobe.profile.sums import Profile
@@ -136,37 +136,6 @@ def checked_classes(
             if not isinstance(token, int):
                 raise TypeError(f"token class {name!r} has {token!r}: expected token ids (int)")
     return classes
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Tells models apart: a hash of the names, types, shapes and contents of all parameters.
-
-    Of the contents, the sum of the bits of each row (or of the whole, where rows don't fill
-    64-bit numbers) as integers: that is exact on every device, as fast as the memory, and sees a
-    change of a single weight.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in model.state_dict().items():
-        if not isinstance(parameter, Tensor) or not parameter.numel():
-            continue
-        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)}".encode())
-        rows = parameter.detach().reshape(len(parameter) if parameter.dim() > 1 else 1, -1)
-        digest.update(_bits(rows).sum(dim=1, dtype=torch.int64).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _bits(rows: Tensor) -> Tensor:
-    """The rows as integers, as long ones as there can be: their sum then needs no conversion."""
-    wide = rows.contiguous()
-    if (
-        wide.shape[1] * wide.element_size() % 8 == 0
-        and wide.storage_offset() * wide.element_size() % 8 == 0
-    ):
-        return wide.view(torch.int64)
-    return wide.view(_INTEGERS[wide.element_size()])
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _check_batch(batch: object) -> None:

@@ -85,10 +85,16 @@ class Texts:
             return f"it has {length} positions, the mask of {stream!r} has {mask.shape[1]}"
         return mask.to(device)
 
-    def classes_of(self, stream: str | None, length: int) -> Mapping[str, Tensor]:
+    def classes_of(
+        self, stream: str | None, length: int, device: torch.device
+    ) -> Mapping[str, Tensor]:
         """Token class -> [batch, length], for an input of token ids."""
         classes = self.classes.get(stream or "", {})
-        return {name: members for name, members in classes.items() if members.shape[1] == length}
+        return {
+            name: members.to(device)
+            for name, members in classes.items()
+            if members.shape[1] == length
+        }
 
     def windows(self, sequences: Sequence[int]) -> Texts:
         """The windows of these sequences, each a text of its own in the block of the whole.
