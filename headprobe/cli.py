@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headprobe.inputs import Source, TextBatches
     from headprobe.report import Tables
 
-_PARTS = ("gguf", "tokenizer", "base")
+_PARTS = ("revision", "gguf", "tokenizer", "base")
 """Options that name what a model is put together from, besides MODEL."""
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -46,6 +46,9 @@ def _which_model(command: Command) -> Command:
             "--module",
             metavar="FILE:FUNCTION",
             help="A Python file whose function returns (model, batches); no MODEL then.",
+        ),
+        click.option(
+            "--revision", help="Branch, tag or commit of MODEL on the hub [its main branch]."
         ),
         click.option("--gguf", metavar="FILE", help="A GGUF file in MODEL, a folder or hub name."),
         click.option(

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from headprobe.errors import HeadprobeError
 from headprobe.inputs.failures import explaining, first_sentence, needs_extra
-from headprobe.inputs.hashes import file_sha256
+from headprobe.inputs.hashes import ADAPTER_WEIGHTS, file_sha256
 from headprobe.inputs.places import ADAPTER, Place, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in the order that peft looks
 _SHOWN = 3
 
 
@@ -52,7 +51,7 @@ def merged(model: PreTrainedModel, adapter: Place) -> PreTrainedModel:
     """
     from peft import PeftConfig, PeftModel
 
-    options = {"local_files_only": adapter.cached_only}
+    options = {"local_files_only": adapter.cached_only, "revision": adapter.revision}
     with explaining(adapter.label, "the adapter"):
         config = PeftConfig.from_pretrained(adapter.address, **options)
     if config.is_prompt_learning:
@@ -60,8 +59,8 @@ def merged(model: PreTrainedModel, adapter: Place) -> PreTrainedModel:
             f"adapter {adapter.label!r} ({config.peft_type.value}) adds positions that are no "
             "tokens and changes no weight, so it can't be merged: its heads can't be shown."
         )
-    if all(adapter.fetch(name) is None for name in _WEIGHTS):
-        raise HeadprobeError(f"adapter {adapter.label!r} has no {' or '.join(_WEIGHTS)}.")
+    if all(adapter.fetch(name) is None for name in ADAPTER_WEIGHTS):
+        raise HeadprobeError(f"adapter {adapter.label!r} has no {' or '.join(ADAPTER_WEIGHTS)}.")
     with explaining(adapter.label, "the adapter"):
         config.inference_mode = True
         both = PeftModel(model, config)
@@ -82,13 +81,13 @@ def merged(model: PreTrainedModel, adapter: Place) -> PreTrainedModel:
 
 def described(adapter: Place, base: Place) -> dict[str, dict[str, Any]]:
     """What a merged model was made of, for the summary of a run."""
-    weights = next((path for name in _WEIGHTS if (path := adapter.file(name))), None)
+    weights = next((path for name in ADAPTER_WEIGHTS if (path := adapter.file(name))), None)
     return {
         "adapter": {
             "name": adapter.name,
             "kind": _read(adapter).get("peft_type"),
             "merged": True,
-            "revision": adapter.commit(ADAPTER),
+            "revision": adapter.revision,
             "weights_sha256": file_sha256(weights) if weights else None,
         },
         "base": {

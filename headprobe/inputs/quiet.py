@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
@@ -12,7 +13,10 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence loading; bars of downloads stay, and all settings are as before afterwards."""
+    """Silence loading; all settings are as before afterwards.
+
+    On a terminal, bars of downloads stay; in a file, one of them would be drawn nonetheless.
+    """
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled
     from transformers.utils import logging as messages
 
@@ -26,7 +30,7 @@ def quiet() -> Iterator[None]:
         os.environ[variable] = before or "1"
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        _show_bars(loading=False, downloads=downloads)
+        _show_bars(loading=False, downloads=downloads and sys.stderr.isatty())
         try:
             yield
         finally:
