@@ -134,13 +134,9 @@ def locate(
         HeadprobeError: if there is no such folder or file, or the hub gives no such model or
             revision, or a folder is named with a revision.
     """
-    if revision:
-        _check_has_revisions(model, revision)
+    _check_has_revisions(model, revision)
     if model is None:
-        if gguf is not None:
-            raise HeadprobeError(f"--gguf {gguf!r} is a file of a model: name its folder too.")
-        folder = _default_folder()
-        return Place(str(folder), _DEFAULT_NAME, folder, cached_only=True, trusted=False)
+        return _default_place(gguf)
     path = Path(model).expanduser()
     if path.is_dir():
         if gguf is not None:
@@ -164,8 +160,15 @@ def locate(
     return Place(model, name, None, found.unreached is not None, trusted, snapshot=found)
 
 
-def _check_has_revisions(model: str | None, revision: str) -> None:
-    if model is None or Path(model).expanduser().exists():
+def _default_place(gguf: str | None) -> Place:
+    if gguf is not None:
+        raise HeadprobeError(f"--gguf {gguf!r} is a file of a model: name its folder too.")
+    folder = _default_folder()
+    return Place(str(folder), _DEFAULT_NAME, folder, cached_only=True, trusted=False)
+
+
+def _check_has_revisions(model: str | None, revision: str | None) -> None:
+    if revision and (model is None or Path(model).expanduser().exists()):
         what = "the embedded default" if model is None else f"{model!r}, which lies here"
         raise HeadprobeError(
             f"revision {revision!r} is asked of {what}: only models on the hub have revisions."
