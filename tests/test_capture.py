@@ -540,17 +540,25 @@ def test_the_batch_may_be_the_second_axis(axes):
     assert call.output_projection.site == "o"
 
 
-def test_windows_that_look_like_heads_are_refused():
+def test_windows_that_look_like_heads_are_sequences_of_their_own():
     class Projected(Windows):
         def __init__(self):
             super().__init__()
             self.o = nn.Linear(8, 8)
 
-        def forward(self, x):
-            return self.o(super().forward(x, None).transpose(-2, -3).flatten(-2))
+        def forward(self, x, mask):
+            return self.o(super().forward(x, mask).transpose(-2, -3).flatten(-2))
 
-    with pytest.raises(NoAttentionError, match="can't be told apart"):
-        run(Projected().eval(), {"x": torch.randn(3, 3, 5, 8)})
+    model, x = Projected().eval(), torch.randn(3, 4, 5, 8)
+    mask = torch.rand(4, 1, 5, 5) > 0.4
+    mask[..., 0] = True
+    _, (call,), _ = run(model, {"x": x, "mask": mask})
+    assert (call.batch, call.heads, call.queries) == (12, 2, 5)
+    q, k, _ = (s.unflatten(-1, (2, 4)).transpose(-2, -3) for s in model.qkv(x).chunk(3, dim=-1))
+    scores = (q @ k.mT / 2).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(whole(call), scores.softmax(dim=-1).flatten(0, 1))
+    assert call.output_projection.site == "o"
+    assert call.reconstruction_error(at_all_rows(call)) < 1e-5
 
 
 @pytest.mark.parametrize("length", [2, 4, 9])

@@ -202,13 +202,15 @@ class Capture:
 
     def _why_nothing_was_seen(self) -> str:
         for site, reason in self.unread.items():
-            if reason == NO_SOFTMAX:
-                continue
-            return f"no attention map could be read: in {site!r}, {reason}"
-        return (
-            "the model ran, but no softmax attention was seen: it may have none (state-space and "
-            "linear-attention models), or compute it where torch can't be watched (TorchScript, "
-            "a custom kernel, another thread); run the plain PyTorch module in this thread"
+            if reason != NO_SOFTMAX:
+                return f"no attention map could be read: in {site!r}, {reason}"
+        none = "the model ran, but no softmax attention was seen: "
+        for site, reason in self.unread.items():
+            return f"{none}in {site!r}, {reason}"
+        return none + (
+            "it may have none (state-space and linear-attention models), or compute it where torch "
+            "can't be watched (TorchScript, a custom kernel, another thread); run the plain "
+            "PyTorch module in this thread"
         )
 
 

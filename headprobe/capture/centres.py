@@ -180,7 +180,9 @@ def all_of_windows(flags: Tensor, kernels: Sequence[Kernel]) -> Tensor:
     covered = flags.amin(dim=-dim - 1, keepdim=True)
     for axis, one in zip(range(-dim, 0), kernels, strict=True):
         line = F.pad(covered.movedim(axis, -1), (one.padding, one.padding), value=1.0)
-        windows = line.unfold(-1, (one.size - 1) * one.dilation + 1, one.stride)
+        # A window may go beyond the ends: pooling with `ceil_mode`, or over all there is.
+        length = min((one.size - 1) * one.dilation + 1, line.shape[-1])
+        windows = line.unfold(-1, length, one.stride)
         covered = windows[..., :: one.dilation].amin(dim=-1).movedim(-1, axis)
     return covered
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headprobe.capture.call import AttentionCall, OutputProjection
 from headprobe.capture.flow import Consumers
+from headprobe.capture.places import Places
 
 
 @dataclass
@@ -53,6 +55,34 @@ class Pending:
             mask=None if call.mask is None else _per_row(call.mask, call.heads),
             output=None if output is None else _per_row(output, call.heads),
         )
+
+    def regroup(self) -> None:
+        """Where windows came as heads, make each a sequence of its own.
+
+        Of five axes it can't be told which is what; W_O tells how many heads lie side by side.
+        """
+        call = self.call
+        widths = {x.shape[-1] for *_, x in self.consumers.maps if not self.consumers.obstacles}
+        if not self.folded or call.value is None or len(widths) != 1:
+            return
+        heads, rest = divmod(widths.pop(), call.value.shape[-1])
+        if rest or not heads or heads >= call.heads or call.heads % heads:
+            return
+        windows = call.heads // heads
+
+        def regrouped(side: Tensor | None) -> Tensor | None:
+            if side is None or side.dim() < 4:
+                return side
+            whole = side.expand(call.batch, -1, -1, -1)
+            if side.shape[1] % windows:
+                return whole.repeat_interleave(windows, dim=0)
+            alone: Tensor = whole.unflatten(1, (windows, -1)).flatten(0, 1)
+            return alone
+
+        names = ("query", "key", "value", "mask", "weights", "output")
+        sides: dict[str, Any] = {name: regrouped(getattr(call, name)) for name in names}
+        places = Places("", "its sequences are windows, which could not be followed")
+        self.call = replace(call, places=places, **sides)
 
 
 def _per_row(side: Tensor, heads: int) -> Tensor:

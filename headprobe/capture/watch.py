@@ -103,6 +103,7 @@ class Watch:
             return
         try:
             pending.unpack()
+            pending.regroup()
             if pending.misread:
                 self.unreadable(pending.call.site, FOLDED)
             else:
