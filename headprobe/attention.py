@@ -70,20 +70,42 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None) -> Tensor:
         >>> masked_softmax(torch.zeros(3, 2), mask).tolist()
         [[0.5, 0.5], [1.0, 0.0], [0.0, 0.0]]
     """
+    scores, empty = masked_scores(scores, mask)
+    weights = scores.softmax(dim=-1)
+    return weights if empty is None else weights.masked_fill(empty, 0.0)
+
+
+def masked_scores(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scores whose softmax the weights are, and the rows that see no key, whose weights are zero.
+
+    Args:
+        scores: [batch, heads, queries, keys].
+        mask: as in `masked_softmax`.
+
+    Returns:
+        The scores with -inf where the mask hides a key, float32 or better, and True for the rows
+        that see none, [..., queries, 1], or None without a mask. These rows are open, so that
+        neither they nor their gradients become NaN in a softmax.
+
+    Raises:
+        ValueError: as `masked_softmax`.
+
+    Example:
+        >>> mask = torch.tensor([[True, False], [False, False]])
+        >>> scores, empty = masked_scores(torch.zeros(2, 2), mask)
+        >>> scores.tolist(), empty.tolist()
+        ([[0.0, -inf], [0.0, 0.0]], [[False], [True]])
+    """
     (scores,) = _at_least_float32(scores)
     if mask is None:
-        return scores.softmax(dim=-1)
+        return scores, None
     mask = _checked_mask(mask, scores.shape)
-    # Rows that see nothing are opened for the softmax and zeroed after it: that way neither they
-    # nor their gradients become NaN.
     if mask.is_floating_point():
         mask = mask.to(scores.dtype)
         empty = (mask == -torch.inf).all(dim=-1, keepdim=True)
-        scores = scores + mask.masked_fill(empty, 0.0)
-    else:
-        empty = ~mask.any(dim=-1, keepdim=True)
-        scores = scores.masked_fill(~(mask | empty), -torch.inf)
-    return scores.softmax(dim=-1).masked_fill(empty, 0.0)
+        return scores + mask.masked_fill(empty, 0.0), empty
+    empty = ~mask.any(dim=-1, keepdim=True)
+    return scores.masked_fill(~(mask | empty), -torch.inf), empty
 
 
 def attention_weights(

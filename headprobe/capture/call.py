@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headprobe.attention import attention_weights, weighted_values
+from headprobe.attention import attention_scores, masked_scores, weighted_values
 from headprobe.capture.places import TOKENS, Places
 
 # A key that a mask pushes this far below the row's best score is masked, not just unloved: masks
@@ -27,12 +27,15 @@ class Block(NamedTuple):
             [batch, heads, rows, keys].
         visible: True where the row may see the key; broadcasts to the shape of `weights`.
         extra: weights on keys that are no position, [batch, heads, rows, extra_keys], or None.
+        scores: what the weights are the softmax of, -inf where a key is masked, shaped like them;
+            None where they were not computed: the model made the weights, or there are extra keys.
     """
 
     positions: Tensor
     weights: Tensor
     visible: Tensor
     extra: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +211,17 @@ class AttentionCall:
             z = z + weighted_values(block.extra, self.value[:, :, self.keys :])
         return z
 
+    def own_outputs(self, block: Block) -> Tensor:
+        """The same, taken from what the model computed where that is at hand.
+
+        Args:
+            block: rows from `blocks()`.
+        """
+        if self.output is None or self.output_is_projected:
+            return self.head_outputs(block)
+        z = self.output[:, :, block.positions[0] : block.positions[-1] + 1]
+        return z if z.dtype == torch.float64 else z.float()
+
     @torch.no_grad()
     def reconstruction_error(self, block: Block) -> float | None:
         """How far weights · V is from what the model computed, relative to its largest entry.
@@ -245,19 +259,22 @@ class AttentionCall:
         if self.is_causal:
             keys = torch.arange(self.keys + self.extra_keys, device=positions.device)
             allowed = _four_axes(keys <= positions[..., None], batched=positions.dim() == 2)
+        scores = None
         if self.weights is not None:
             weights = pick(self.weights)
             weights = weights if weights.dtype == torch.float64 else weights.float()
         else:
             assert self.query is not None
             assert self.key is not None
-            both = _combine(mask, allowed)
-            weights = attention_weights(pick(self.query), self.key, both, scale=self.scale)
+            scores = attention_scores(pick(self.query), self.key, scale=self.scale)
+            scores, empty = masked_scores(scores, _combine(mask, allowed))
+            weights = scores.softmax(dim=-1)
+            weights = weights if empty is None else weights.masked_fill_(empty, 0.0)
         visible = _combine(None if mask is None else visible_keys(mask), allowed)
         if visible is None:
             visible = torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=positions.device)
         if not self.extra_keys:
-            return Block(positions, weights, visible)
+            return Block(positions, weights, visible, scores=scores)
         weights, extra = weights.split([self.keys, self.extra_keys], dim=-1)
         return Block(positions, weights, visible[..., : self.keys], extra)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from headprobe.capture import AttentionCall
 from headprobe.errors import HeadprobeError
@@ -130,7 +132,7 @@ class Observer:
                 per_head = per_head.float()
             gram = (per_head @ per_head.transpose(1, 2)).to(call.device)
         classes = located.classes(call)
-        sums: dict[str, Statistic] = {}
+        parts: dict[type[Statistic], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         later = 0
         size = max(1, _BLOCK_ENTRIES // (call.batch * call.heads * call.keys))
         for block in call.blocks(size):
@@ -146,21 +148,21 @@ class Observer:
                 coordinates=located.coordinates,
                 classes=classes,
                 sink=call.sink,
-                z=None if gram is None else call.head_outputs(block),
+                z=None if gram is None else call.own_outputs(block),
                 projection_gram=gram,
+                scores=block.scores,
             )
             later += _later_keys(rows)
             for statistic in (*STATISTICS, *LAYER_STATISTICS):
-                measured = statistic.of(rows)
+                measured = statistic.rows(rows)
                 if measured is not None:
-                    old = sums.get(statistic.name)
-                    sums[statistic.name] = measured if old is None else old + measured
+                    parts[statistic].append(measured)
         tokens = key_valid.sum(dim=1).cpu()
         blocks = located.texts.blocks
         return {
-            name: total.in_blocks(blocks, tokens)
-            for name, total in sums.items()
-            if name not in located.left_out
+            statistic.name: statistic.summed(measured).in_blocks(blocks, tokens)
+            for statistic, measured in parts.items()
+            if statistic.name not in located.left_out
         }, later
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Self
@@ -39,6 +39,7 @@ class Rows:
         classes: token class -> True for the keys in it, [batch, keys].
         z: the heads' outputs before W_O, [batch, heads, rows, dim_v], or None.
         projection_gram: W_O^h W_O^h^T of each head, [heads, dim_v, dim_v], or None.
+        scores: what the weights are the softmax of, shaped like them, or None.
     """
 
     weights: Tensor
@@ -53,6 +54,7 @@ class Rows:
     classes: Mapping[str, Tensor] = field(default_factory=dict)
     z: Tensor | None = None
     projection_gram: Tensor | None = None
+    scores: Tensor | None = None
 
     @cached_property
     def valid(self) -> Tensor:
@@ -87,7 +89,14 @@ class Rows:
     @cached_property
     def entropy(self) -> Tensor:
         """Entropy of each row in nats, [batch, heads, rows]; mass on no key is an outcome too."""
-        return entropy(self.distributions)
+        if self.scores is None or self.sink:
+            return entropy(self.distributions)
+        return _entropy_of_softmax(self.weights, self.scores, self.largest)
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """The largest weight of each row, [batch, heads, rows]."""
+        return self.weights.amax(dim=-1)
 
     @cached_property
     def largest_entropy(self) -> Tensor:
@@ -129,7 +138,7 @@ class Rows:
     @cached_property
     def place_mass(self) -> Tensor:
         """Mass on keys that lie somewhere, [batch, heads, rows]."""
-        return (self.weights * self.is_place[:, None, None]).sum(dim=-1)
+        return self.mass_on(self.is_place[:, None, None])
 
     @cached_property
     def distance(self) -> Tensor:
@@ -163,9 +172,19 @@ class Rows:
         first = torch.zeros_like(self.key_valid)
         first.scatter_(1, self.key_valid.int().argmax(dim=1, keepdim=True), value=True)
         features = {"first": first, **self.classes}
-        stacked = torch.stack([feature & self.key_valid for feature in features.values()], dim=-1)
-        masses = self.weights @ stacked[:, None].to(self.weights.dtype)
-        return dict(zip(features, masses.unbind(dim=-1), strict=True))
+        return {
+            name: self.mass_on((feature & self.key_valid)[:, None, None])
+            for name, feature in features.items()
+        }
+
+    def mass_on(self, keys: Tensor) -> Tensor:
+        """Sum of the weights on some keys, [batch, heads, rows].
+
+        Args:
+            keys: True for these, broadcasts to the shape of the weights.
+        """
+        # Multiplied and summed: a matrix product with so few columns takes several times as long.
+        return (self.weights * keys.to(self.weights.dtype)).sum(dim=-1)
 
     def offset(self, step: int) -> tuple[Tensor, Tensor]:
         """Mass on key i + step, [batch, heads, rows]; whether there is one, [batch, 1, rows]."""
@@ -214,9 +233,12 @@ class Statistic(ABC):
     def of(cls, rows: Rows) -> Self | None:
         """The sums over some rows, one group per text of the batch."""
         measured = cls.rows(rows)
-        if measured is None:
-            return None
-        values, weights = measured
+        return None if measured is None else cls.summed([measured])
+
+    @classmethod
+    def summed(cls, parts: Sequence[tuple[Tensor, Tensor]]) -> Self:
+        """The sums over what `rows` gave for several lots of rows of the same texts."""
+        values, weights = (torch.cat(side, dim=-1) for side in zip(*parts, strict=True))
         values, weights = torch.broadcast_tensors(values, weights)
         # Rows of padding may be NaN: they are dropped, not multiplied by 0.
         total = values.masked_fill(weights == 0, 0.0).double().sum(dim=-1)
@@ -277,3 +299,22 @@ def entropy(weights: Tensor) -> Tensor:
     tiny = torch.finfo(weights.dtype).tiny
     negative = weights.clamp_min(tiny).log_().mul_(weights).sum(dim=-1)
     return negative.clamp_max_(0.0).neg_() + 0.0  # no -0
+
+
+_FAR = -1e4
+"""A score this much below the best of its row has a weight of exactly 0."""
+
+
+def _entropy_of_softmax(weights: Tensor, scores: Tensor, largest: Tensor) -> Tensor:
+    """Entropy of softmax rows without a logarithm per weight, in nats, [...].
+
+    With d the scores less the row's best, ln Z = -ln max p, and H = ln Z - sum p d.
+
+    Args:
+        weights: softmax of the scores, or all zeros in rows that see no key, [..., keys].
+        scores: [..., keys], -inf where a key is masked.
+        largest: of each row's weights, [...].
+    """
+    below = (scores - scores.amax(dim=-1, keepdim=True)).clamp_min_(_FAR)
+    total = below.mul_(weights).sum(dim=-1).add_(largest.log()).neg_()
+    return total.clamp_min_(0.0).masked_fill(largest == 0, 0.0) + 0.0  # no -0

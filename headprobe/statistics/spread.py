@@ -83,7 +83,7 @@ class Confidence(Statistic):
 
     @staticmethod
     def rows(rows: Rows) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return rows.weights.amax(dim=-1), rows.valid
+        return rows.largest, rows.valid
 
 
 @final
