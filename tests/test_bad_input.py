@@ -23,7 +23,10 @@ from tests.models import ids, make
 from tests.tiny import save_bert
 
 NAN, INF = float("nan"), float("inf")
-NOT_FINITE = "its weights are not finite: a row whose keys are all masked, or broken parameters"
+NOT_FINITE = (
+    "its weights are not finite: a row whose keys are all masked, an overflow (of float16: use "
+    "bfloat16 or float32), or broken parameters"
+)
 
 
 def same_heads(one, other):

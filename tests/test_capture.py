@@ -509,6 +509,20 @@ def test_gradients_flow_through_the_weights():
     assert F.normalize(model.c_attn.weight.grad, dim=0).isfinite().all()
 
 
+def test_a_model_inside_torch_func_is_seen():
+    model, inputs = make("nano_flash")
+
+    def total(parameters):
+        return torch.func.functional_call(model, parameters, (inputs["idx"],)).sum()
+
+    parameters, calls = dict(model.named_parameters()), []
+    expected = torch.func.grad(total)(parameters)
+    with Capture(model, calls.append):
+        found = torch.func.grad(total)(parameters)
+    assert len(calls) == 1
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_left_padding(attention):
     model, inputs = make(f"gpt2-{attention}")

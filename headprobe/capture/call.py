@@ -269,7 +269,7 @@ class AttentionCall:
             scores = attention_scores(pick(self.query), self.key, scale=self.scale)
             scores, empty = masked_scores(scores, _combine(mask, allowed))
             weights = scores.softmax(dim=-1)
-            weights = weights if empty is None else weights.masked_fill_(empty, 0.0)
+            weights = weights if empty is None else weights.masked_fill(empty, 0.0)
         visible = _combine(None if mask is None else visible_keys(mask), allowed)
         if visible is None:
             visible = torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=positions.device)

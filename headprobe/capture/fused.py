@@ -13,7 +13,14 @@ from headprobe.capture import multihead
 from headprobe.capture.call import AttentionCall, OutputProjection
 from headprobe.capture.flow import Trace
 from headprobe.capture.layout import four_axes, mask_axes
-from headprobe.capture.watch import FOLDED, PAD_THEM, Arguments, Keywords, Watch
+from headprobe.capture.watch import (
+    FOLDED,
+    PAD_THEM,
+    Arguments,
+    Keywords,
+    Watch,
+    beside_the_model,
+)
 
 _SDPA_PARAMETERS = (
     "query",
@@ -93,12 +100,14 @@ def multi_head_attention(watch: Watch, func: Any, args: Arguments, kwargs: Keywo
     streams = (watch.traces.of(given["query"]).stream, watch.traces.of(given["key"]).stream)
     watch.traces.set(output, Trace(stream=streams[0]))
     dropped = given.get("training", True) and given.get("dropout_p", 0.0) > 0
+    with beside_the_model():
+        projected = multihead.project(given)
     call = AttentionCall(
         site=site,
         call=watch.running.count_call(site),
         seam="multi_head_attention_forward",
         streams=streams,
-        **multihead.project(given),
+        **projected,
         moved=next(
             (m for side in ("query", "key", "value") if (m := watch.traces.of(given[side]).moved)),
             "",

@@ -86,6 +86,7 @@ def unstack(tensor: Tensor, queries: int) -> Tensor:
     return unstacked
 
 
+@torch.no_grad()
 def visible_in_scores(scores: Tensor | None, weights: Tensor) -> Tensor:
     """What the mask left visible, read off the scores; kept for one head where heads agree."""
     if scores is None or scores.shape[-2:] != weights.shape[-2:]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,24 @@ NO_SOFTMAX = "its scores meet the values without a softmax (linear attention, a 
 PAD_THEM = "give padded ones (torch.nested.to_padded_tensor) and a mask"
 
 FOLDED = "batch, heads and windows can't be told apart"
+
+
+@contextmanager
+def beside_the_model() -> Iterator[None]:
+    """What is computed here is not the model's own.
+
+    A layer that is checkpointed runs again on the way back, where this is not computed: the tensors
+    that it saves must not be among those that checkpointing counts.
+    """
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message():  # inside torch.func
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class FusedMaps:
@@ -102,11 +121,12 @@ class Watch:
         if pending is None:
             return
         try:
-            pending.unpack()
-            pending.regroup()
-            if pending.misread:
-                self.unreadable(pending.call.site, FOLDED)
-            else:
+            with beside_the_model():
+                pending.unpack()
+                pending.regroup()
+                if pending.misread:
+                    self.unreadable(pending.call.site, FOLDED)
+                    return
                 # What the observer computes is nobody's attention, not for a Capture around this.
                 with torch._C.DisableTorchFunction():
                     self._deliver(pending)

@@ -12,7 +12,10 @@ from torch import Tensor
 from headprobe.capture import AttentionCall, Block
 from headprobe.profile.texts import Texts
 
-NOT_FINITE = "its weights are not finite: a row whose keys are all masked, or broken parameters"
+NOT_FINITE = (
+    "its weights are not finite: a row whose keys are all masked, an overflow (of float16: use "
+    "bfloat16 or float32), or broken parameters"
+)
 
 PADDING_MASS = 1e-6
 """Attention to padding that rounding may leave."""
@@ -144,6 +147,8 @@ def _reason(call: AttentionCall, found: Audit) -> str:
     if least < -tolerance.row_sum:
         return f"it has negative entries ({least:.2g}): scores, not weights"
     low, high = found.row_sums
+    if low == 0 and not call.sink:
+        return "some of its rows are zeros: all of their keys are masked"
     if high > 1 + tolerance.row_sum or (low < 1 - tolerance.row_sum and not call.sink):
         return f"its rows don't sum to 1 (but to {low:.2g} .. {high:.2g}): no plain softmax"
     return ""
